@@ -1,0 +1,1 @@
+"""Captum adapter: K-way attributions from Captum attributors."""

@@ -1,0 +1,291 @@
+"""`Subspaces`: the value that collection, solvers, adapters and evaluation exchange."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from .storage import read_tensors, write_tensors
+from .validation import ArrayLike, as_float_tensor, check_finite, check_positive_int
+
+_KIND = "subspaces"
+_FORMAT_VERSION = 1
+
+RESIDUAL = "residual"
+
+
+class Subspaces:
+    """K subspaces of a D-dimensional activation space: the virtual layer U = (U_1|…|U_K).
+
+    Parameters
+    ----------
+    basis : array or tensor, shape (D, Σ dims)
+        Columns are the basis vectors, block after block. Orthonormal, unless `dual` is given.
+    dims : sequence of int, length K
+        Block sizes d_1 … d_K.
+    names : sequence of str, length K, optional
+        Default "S1" … "SK".
+    dual : array or tensor, shape (D, Σ dims), optional
+        For concept vectors that are not orthogonal (Note I): V with VᵀU = I, e.g. V = (U⁺)ᵀ. The virtual
+        layer is then V_k U_kᵀ and R_k = (U_kᵀa)ᵀ(V_kᵀc).
+    metadata : mapping, optional
+        JSON-serialisable provenance: layer, model fingerprint, target, backend, solver, seed, …
+
+    Notes
+    -----
+    A `Subspaces` is a value: methods return new ones and never change the receiver.
+    """
+
+    def __init__(
+        self,
+        basis: ArrayLike,
+        dims: Sequence[int],
+        names: Sequence[str] | None = None,
+        dual: ArrayLike | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.basis = as_float_tensor(basis, "basis")
+        self.dims = tuple(check_positive_int(d, "every entry of dims") for d in dims)
+        if self.basis.ndim != 2:
+            raise ValueError(f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}")
+        if not self.dims or sum(self.dims) != self.basis.shape[1]:
+            raise ValueError(
+                f"dims must add up to the {self.basis.shape[1]} columns of basis, got dims {self.dims} "
+                f"with sum {sum(self.dims)}"
+            )
+        if sum(self.dims) > self.n_features:
+            raise ValueError(
+                f"basis has {sum(self.dims)} columns in a space of {self.n_features} dimensions; "
+                "they cannot be linearly independent"
+            )
+        check_finite(self.basis, "basis")
+        self.dual: Tensor | None = None
+        if dual is not None:
+            self.dual = as_float_tensor(dual, "dual").to(self.basis)
+            if self.dual.shape != self.basis.shape:
+                raise ValueError(
+                    f"dual must have the shape of basis, {tuple(self.basis.shape)}, got {tuple(self.dual.shape)}"
+                )
+            check_finite(self.dual, "dual")
+        self.names = tuple(names) if names is not None else tuple(f"S{k + 1}" for k in range(len(self.dims)))
+        if len(self.names) != len(self.dims) or len(set(self.names)) != len(self.names):
+            raise ValueError(f"names must be {len(self.dims)} different strings, got {self.names}")
+        self.metadata: dict[str, Any] = _json_copy(metadata or {})
+
+        # Rounding of an orthonormal matrix grows like sqrt(D)·eps; real mistakes are orders above this.
+        tolerance = 100 * torch.finfo(self.basis.dtype).eps * self.n_features**0.5
+        error = self.orthogonality_error
+        if error > tolerance:
+            what = "dualᵀ basis" if self.dual is not None else "basisᵀ basis"
+            hint = (
+                "dual must be a dual basis, e.g. torch.linalg.pinv(basis).T"
+                if self.dual is not None
+                else "orthonormalise it (e.g. torch.linalg.qr), or pass dual= for non-orthogonal concepts"
+            )
+            raise ValueError(
+                f"{what} must be the identity up to {tolerance:.1e}, but is off by {error:.1e}; {hint}"
+            )
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def n_subspaces(self) -> int:
+        """Number of blocks K."""
+        return len(self.dims)
+
+    @property
+    def n_features(self) -> int:
+        """Dimension D of the activation space."""
+        return int(self.basis.shape[0])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the blocks span the whole space, so that Σ_k of the parts is the whole."""
+        return sum(self.dims) == self.n_features
+
+    @property
+    def blocks(self) -> tuple[Tensor, ...]:
+        """The bases U_k, shapes (D, d_k)."""
+        return self.basis.split(self.dims, dim=1)
+
+    @property
+    def dual_blocks(self) -> tuple[Tensor, ...]:
+        """The dual bases V_k, shapes (D, d_k); the same as `blocks` for orthonormal subspaces."""
+        return (self.basis if self.dual is None else self.dual).split(self.dims, dim=1)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the basis."""
+        return self.basis.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the basis."""
+        return self.basis.dtype
+
+    @property
+    def orthogonality_error(self) -> float:
+        """max |VᵀU − I|, with V = U for orthonormal subspaces."""
+        dual = self.basis if self.dual is None else self.dual
+        gram = dual.T @ self.basis
+        return float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max())
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{name}: {d}" for name, d in zip(self.names, self.dims, strict=True))
+        kind = "" if self.dual is None else ", dual"
+        return f"Subspaces(n_features={self.n_features}, {blocks}{kind})"
+
+    # ------------------------------------------------------------------ what it does
+
+    def relevance(self, a: Tensor, c: Tensor, dim: int = 1) -> Tensor:
+        """Relevance R_k = (U_kᵀa)ᵀ(V_kᵀc) of each block at each position (Eq. for R_k, section 3.2).
+
+        Parameters
+        ----------
+        a, c : tensor, shape (…, D, …)
+            Activations and contexts, the D features along `dim`.
+
+        Returns
+        -------
+        tensor, shape (…, K, …)
+        """
+        if a.shape != c.shape:
+            raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
+        a, c = self._features_last(a, dim), self._features_last(c, dim)
+        dual = self.basis if self.dual is None else self.dual
+        products = (a @ self.basis.to(a)) * (c @ dual.to(c))
+        per_block = torch.stack([block.sum(-1) for block in products.split(self.dims, dim=-1)], dim=-1)
+        return per_block.movedim(-1, dim)
+
+    def project(self, t: Tensor, k: int, dim: int = 1) -> Tensor:
+        """Activations that pass through block k: V_k U_kᵀ t, which is U_k U_kᵀ t for orthonormal blocks."""
+        return self._through(t, self.blocks[self._index(k)], self.dual_blocks[self._index(k)], dim)
+
+    def project_context(self, t: Tensor, k: int, dim: int = 1) -> Tensor:
+        """Contexts that pass back through block k: U_k V_kᵀ t, the transpose of `project`."""
+        return self._through(t, self.dual_blocks[self._index(k)], self.blocks[self._index(k)], dim)
+
+    def completed(self) -> Subspaces:
+        """Add the orthogonal complement as a last block named "residual", so that Σ_k is the identity.
+
+        Subspaces that are complete already are returned as they are.
+        """
+        if self.is_complete:
+            return self
+        complement = _complement(self.basis)
+        basis, dual = torch.cat([self.basis, complement], dim=1), None
+        if self.dual is not None:
+            # The residual map I − V Uᵀ is Z Wᵀ, with Z ⟂ U, W ⟂ V and WᵀZ = I.
+            other = _complement(self.dual)
+            basis = torch.cat([self.basis, other @ torch.linalg.inv(complement.T @ other)], dim=1)
+            dual = torch.cat([self.dual, complement], dim=1)
+        dims = (*self.dims, self.n_features - sum(self.dims))
+        return Subspaces(basis, dims, (*self.names, RESIDUAL), dual, self.metadata)
+
+    def select(self, blocks: Sequence[int | str]) -> Subspaces:
+        """The named or numbered blocks, in the given order: selection and reordering in one."""
+        indices = [self._index(block) for block in blocks]
+        columns = torch.arange(self.basis.shape[1], device=self.device).split(self.dims)
+        chosen = torch.cat([columns[i] for i in indices]) if indices else columns[0][:0]
+        return Subspaces(
+            self.basis[:, chosen],
+            [self.dims[i] for i in indices],
+            [self.names[i] for i in indices],
+            None if self.dual is None else self.dual[:, chosen],
+            self.metadata,
+        )
+
+    def with_metadata(self, **metadata: Any) -> Subspaces:
+        """The same subspaces with entries of the metadata added or replaced."""
+        return Subspaces(self.basis, self.dims, self.names, self.dual, {**self.metadata, **metadata})
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Subspaces:
+        """The same subspaces on another device or in another precision."""
+        dual = None if self.dual is None else self.dual.to(device=device, dtype=dtype)
+        basis = self.basis.to(device=device, dtype=dtype)
+        return Subspaces(basis, self.dims, self.names, dual, self.metadata)
+
+    def principal_angles(
+        self, other: Subspaces, k: int | str | None = None, other_k: int | str | None = None
+    ) -> Tensor:
+        """Principal angles in radians, largest first, between block k and block `other_k` of `other`.
+
+        None stands for the span of all blocks.
+
+        Returns
+        -------
+        tensor, shape (min(d, d'),)
+        """
+        if other.n_features != self.n_features:
+            raise ValueError(
+                f"both must live in one space: self has {self.n_features} features, other {other.n_features}"
+            )
+        mine = self.basis if k is None else self.blocks[self._index(k)]
+        theirs = other.basis if other_k is None else other.blocks[other._index(other_k)]
+        angles = scipy.linalg.subspace_angles(mine.double().cpu().numpy(), theirs.double().cpu().numpy())
+        return torch.as_tensor(angles)
+
+    # ------------------------------------------------------------------ on disk
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a safetensors file with the metadata as JSON in its header."""
+        tensors = {"basis": self.basis}
+        if self.dual is not None:
+            tensors["dual"] = self.dual
+        header = {"dims": self.dims, "names": self.names, "metadata": self.metadata}
+        write_tensors(path, tensors, _KIND, _FORMAT_VERSION, header)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Subspaces:
+        """Read what `save` wrote. Nothing is unpickled."""
+        tensors, header = read_tensors(path, _KIND, _FORMAT_VERSION, device)
+        try:
+            return cls(
+                tensors["basis"], header["dims"], header["names"], tensors.get("dual"), header["metadata"]
+            )
+        except KeyError as error:
+            raise ValueError(f"{path} lacks the entry {error}; save the subspaces again") from error
+
+    # ------------------------------------------------------------------ helpers
+
+    def _index(self, block: int | str) -> int:
+        if isinstance(block, str):
+            if block not in self.names:
+                raise ValueError(f"no block is named {block!r}; the names are {', '.join(self.names)}")
+            return self.names.index(block)
+        if not -self.n_subspaces <= block < self.n_subspaces:
+            raise ValueError(f"block {block} does not exist; there are {self.n_subspaces}, counted from 0")
+        return block % self.n_subspaces
+
+    def _features_last(self, t: Tensor, dim: int) -> Tensor:
+        if not -t.ndim <= dim < t.ndim or t.shape[dim] != self.n_features:
+            raise ValueError(
+                f"expected {self.n_features} features along dim {dim}, got a tensor of shape {tuple(t.shape)}"
+            )
+        return t.movedim(dim, -1)
+
+    def _through(self, t: Tensor, inward: Tensor, outward: Tensor, dim: int) -> Tensor:
+        coordinates = self._features_last(t, dim) @ inward.to(t)
+        return (coordinates @ outward.to(t).T).movedim(-1, dim)
+
+
+def _complement(basis: Tensor) -> Tensor:
+    """An orthonormal basis of the orthogonal complement of the columns, shape (D, D − m)."""
+    full = torch.linalg.qr(basis.double(), mode="complete").Q
+    return full[:, basis.shape[1] :].to(basis.dtype)
+
+
+def _json_copy(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(metadata)))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metadata must be JSON-serialisable (str, numbers, lists, dicts): {error}") from error
+    return copy

@@ -1,0 +1,73 @@
+"""Checks of what users hand in: every message names what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ArrayLike: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+
+
+def as_float_tensor(value: ArrayLike, name: str) -> Tensor:
+    """Return `value` as a detached float32 or float64 tensor on its own device.
+
+    Half precision is widened to float32: sums over thousands of samples need the digits.
+    """
+    if isinstance(value, np.ndarray):
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a NumPy array or a torch tensor, got {type(value).__name__}")
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"{name} must be floating point, got {value.dtype}; convert it with .float()")
+    value = value.detach()
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def check_finite(value: Tensor, name: str) -> None:
+    """Raise if `value` holds NaN or Inf, saying how many and where the first one is."""
+    bad = ~torch.isfinite(value)
+    if bad.any():
+        first = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} has {int(bad.sum())} NaN or Inf values, the first at index {first}")
+
+
+def check_matrix(value: ArrayLike, name: str) -> Tensor:
+    """Return `value` as a finite float tensor of shape (N, D)."""
+    tensor = as_float_tensor(value, name)
+    if tensor.ndim != 2 or 0 in tensor.shape:
+        raise ValueError(
+            f"{name} must have shape (n_samples, n_features) with both at least 1, got {tuple(tensor.shape)}"
+        )
+    check_finite(tensor, name)
+    return tensor
+
+
+def check_pairs(a: ArrayLike, c: ArrayLike) -> tuple[Tensor, Tensor]:
+    """Return activations and contexts as finite tensors of one shape (N, D), dtype and device."""
+    a, c = check_matrix(a, "a (activations)"), check_matrix(c, "c (contexts)")
+    if a.shape != c.shape:
+        raise ValueError(
+            f"a and c must have the same shape (n_samples, n_features), got a {tuple(a.shape)} "
+            f"and c {tuple(c.shape)}: row n of c is the context of row n of a"
+        )
+    dtype = torch.promote_types(a.dtype, c.dtype)
+    return a.to(dtype), c.to(device=a.device, dtype=dtype)
+
+
+def check_nonzero_contexts(c: Tensor) -> None:
+    """Raise if every context is zero: no direction is then relevant, and any answer would be noise."""
+    if not c.any():
+        raise ValueError(
+            "all contexts c are zero: the model's output does not respond to this layer. Check that the "
+            "target, the layer and the attribution method are the intended ones"
+        )
+
+
+def check_positive_int(value: object, name: str) -> int:
+    """Return `value` if it is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return int(value)

@@ -1,0 +1,1 @@
+"""Zennit adapter: K-way attributions from Zennit composites and attributors."""
