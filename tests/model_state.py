@@ -21,7 +21,7 @@ _HOOKS = (
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Weights and buffers bit for bit, identities of modules and parameters, hooks, flags, instance attributes."""
+    """Weights and buffers bit for bit, identities of modules and parameters, hooks, flags, attributes."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         state[f"{name}: module"] = (id(module), type(module), module.training)

@@ -1,6 +1,7 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
 from .baselines import DSA, PCA, MaxRel, RandomSubspaces
+from .concepts import ibd_subspaces, netdissect_subspaces
 from .drsa import DRSA, ConvergenceWarning
 from .layers import find_layer, model_fingerprint
 from .pairs import Pairs, PairStore, sample_pairs
@@ -23,7 +24,9 @@ __all__ = [
     "filter_context",
     "filter_relevance",
     "find_layer",
+    "ibd_subspaces",
     "lost_relevance",
     "model_fingerprint",
+    "netdissect_subspaces",
     "sample_pairs",
 ]

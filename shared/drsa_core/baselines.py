@@ -30,6 +30,7 @@ class PCA(PRCA):
 
     @property
     def eigenvalues_(self) -> torch.Tensor:
+        """Eigenvalues of E[aaᵀ], descending, shape (D,)."""
         return super().eigenvalues_ / 2  # PRCA's matrix for c = a is 2 E[aaᵀ]
 
 
@@ -92,7 +93,7 @@ class RandomSubspaces:
 
 
 class DSA(DRSA):
-    """Disentangled subspace analysis: DRSA with c = a, blind to the model's response. Contexts are ignored."""
+    """Disentangled subspace analysis: DRSA with c = a, blind to the model. Contexts are ignored."""
 
     def fit(self, a: ArrayLike, c: ArrayLike | None = None, init: ArrayLike | None = None) -> Self:
         """Fit from activations of shape (N, D)."""

@@ -11,12 +11,17 @@ import numpy as np
 import torch
 from scipy.stats import ortho_group
 from torch import Tensor
+from tqdm import tqdm
 
 from .objective import Objective
 from .pairs import normalise
-from .solvers import SOLVERS, Result
+from .quasi_newton import quasi_newton
+from .solvers import Result, gradient_ascent
 from .subspaces import Subspaces
 from .validation import ArrayLike, as_float_tensor, check_nonzero_contexts, check_pairs, check_positive_int
+
+#: Solvers by name, with their default max_iter and tol; the paper's loop never stops early.
+SOLVERS = {"quasi-newton": (quasi_newton, 500, 3e-6), "paper": (gradient_ascent, 5000, 0.0)}
 
 
 class ConvergenceWarning(UserWarning):
@@ -24,11 +29,13 @@ class ConvergenceWarning(UserWarning):
 
 
 def block_sizes(n_features: int, n_subspaces: int, dims: Sequence[int] | None) -> tuple[int, ...]:
-    """Sizes of K blocks in D dimensions: `dims` if given, else D/K, the first ones larger by one if need be."""
+    """Sizes of K blocks in D dimensions: `dims` if given, else D/K, the first ones one larger if need be."""
     if dims is not None:
         sizes = tuple(check_positive_int(d, "every entry of dims") for d in dims)
         if not sizes or sum(sizes) > n_features:
-            raise ValueError(f"dims must add up to at most D = {n_features}, got {sizes} with sum {sum(sizes)}")
+            raise ValueError(
+                f"dims must add up to at most D = {n_features}, got {sizes} with sum {sum(sizes)}"
+            )
         return sizes
     if check_positive_int(n_subspaces, "n_subspaces") > n_features:
         raise ValueError(f"n_subspaces must be at most D = {n_features}, got {n_subspaces}")
@@ -58,10 +65,10 @@ class DRSA:
     n_init : int
         Random starts; the run with the highest objective is kept.
     max_iter : int, optional
-        Iterations per run. Default 1 000, or 5 000 for the paper's loop.
+        Iterations per run. Default 500, or 5 000 for the paper's loop.
     tol : float, optional
-        Stop when the relative gain per iteration, over the last ten, is below it. Default 1e-6, or 0 for
-        the paper's loop, which never stops early.
+        Stop when the relative gain per iteration, over the last ten, falls below it. Default 3e-6, or 0 for
+        the paper's loop, which then never stops early.
     random_state : int or None
         Seed of the starts; the same seed gives the same result.
     progress : bool
@@ -119,24 +126,99 @@ class DRSA:
         """
         a, c = check_pairs(a, c)
         check_nonzero_contexts(c)
-        dims = block_sizes(a.shape[1], self.n_subspaces, self.dims)
+        n_features = a.shape[1]
+        dims = block_sizes(n_features, self.n_subspaces, self.dims)
+        self._check_parameters()
+        solve, max_iter, tol = SOLVERS[self.solver]
+        max_iter = max_iter if self.max_iter is None else self.max_iter
+        tol = tol if self.tol is None else self.tol
+
         objective = Objective(normalise(a), normalise(c), dims, self.q)
-        solve = SOLVERS[self.solver]
         generator = np.random.default_rng(self.random_state)
-        starts = (
-            [as_float_tensor(init, "init").to(a)]
-            if init is not None
-            else [random_orthogonal(a.shape[1], generator).to(a) for _ in range(self.n_init)]
-        )
-        max_iter = self.max_iter or 1000
-        tol = 1e-6 if self.tol is None else self.tol
-        self.results_ = [solve(objective, s, max_iter, tol, lambda i, v: None) for s in starts]
+        if init is not None:
+            starts = [_check_start(init, n_features).to(a)]
+        else:
+            starts = [random_orthogonal(n_features, generator).to(a) for _ in range(self.n_init)]
+        self.results_: list[Result] = []
+        for i, start in enumerate(starts):
+            title = f"{type(self).__name__} start {i + 1}/{len(starts)}"
+            with tqdm(total=max_iter, desc=title, disable=not self.progress) as bar:
+
+                def show(value: float, bar: tqdm[Any] = bar) -> None:
+                    bar.update()
+                    bar.set_postfix_str(f"objective {value:.5f}", refresh=False)
+
+                start = _revive(objective, start, generator)
+                self.results_.append(solve(objective, start, max_iter, tol, show))
+
         best = max(self.results_, key=lambda result: result.objective)
+        if not best.converged and tol > 0:
+            warnings.warn(
+                f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {tol:g}); "
+                "raise max_iter, or tol if the objective in history_ is flat enough",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
         self.objective_ = best.objective
         self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged
-        found = Subspaces(best.basis[:, : sum(dims)], dims)
-        mean_relevance = found.relevance(a, c).mean(0)
-        order = mean_relevance.argsort(descending=True, stable=True).tolist()
-        ordered = found.select(order)
-        self.subspaces_ = Subspaces(ordered.basis, ordered.dims)
+        self.subspaces_ = self._subspaces(best, dims, a, c)
         return self
+
+    def _subspaces(self, best: Result, dims: tuple[int, ...], a: Tensor, c: Tensor) -> Subspaces:
+        """The blocks of the best run, sorted by mean relevance E[a·c] (not a·a) within each."""
+        found = Subspaces(best.basis[:, : sum(dims)], dims)
+        order = found.relevance(a, c).mean(0).argsort(descending=True, stable=True)
+        ordered = found.select(order.tolist())
+        solver = {
+            "name": type(self).__name__,
+            "solver": self.solver,
+            "q": self.q,
+            "objective": self.objective_,
+            "n_iter": self.n_iter_,
+            "converged": self.converged_,
+            "n_samples": len(a),
+        }
+        return Subspaces(ordered.basis, ordered.dims, metadata={"solver": solver, "seed": self.random_state})
+
+    def _check_parameters(self) -> None:
+        if self.solver not in SOLVERS:
+            raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {self.solver!r}")
+        if not math.isfinite(self.q):
+            raise ValueError(f"q must be a finite number, got {self.q!r}")
+        check_positive_int(self.n_init, "n_init")
+        if self.max_iter is not None:
+            check_positive_int(self.max_iter, "max_iter")
+        if self.tol is not None and not self.tol >= 0:
+            raise ValueError(f"tol must be at least 0, got {self.tol!r}")
+
+
+def _check_start(init: ArrayLike, n_features: int) -> Tensor:
+    start = as_float_tensor(init, "init")
+    if start.shape != (n_features, n_features):
+        raise ValueError(
+            f"init must have shape (D, D) = ({n_features}, {n_features}), got {tuple(start.shape)}"
+        )
+    return Subspaces(start, [n_features]).basis  # complains if it is not orthogonal
+
+
+def _revive(objective: Objective, start: Tensor, generator: np.random.Generator, tries: int = 20) -> Tensor:
+    """A start in which every subspace has positive relevance somewhere: others would get no gradient, ever.
+
+    A dead block is mixed with the strongest one by a random rotation of both.
+    """
+    for _ in range(tries):
+        means = objective.evaluate(start).block_means
+        dead = (means == 0).nonzero().flatten().tolist()
+        if not dead:
+            return start
+        strongest = int(means.argmax()) if len(dead) < len(means) else (dead[0] + 1) % len(means)
+        columns = torch.arange(objective.n_features)
+        mixed = torch.cat([columns[objective.columns[k]] for k in {*dead, strongest}])
+        if len(means) == 1:
+            mixed = columns  # a single block: draw on the residual
+        start = start.clone()
+        start[:, mixed] = start[:, mixed] @ random_orthogonal(len(mixed), generator).to(start)
+    raise ValueError(
+        f"subspaces without positive relevance remain after {tries} random restarts: hardly any sample has "
+        "relevance a·c for the target. Check the target and the sign of the contexts, or use fewer subspaces"
+    )

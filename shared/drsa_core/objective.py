@@ -1,8 +1,7 @@
-"""The DRSA objective and its gradients (section 4.2)."""
+"""The DRSA objective and its derivatives (section 4.2)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The objective at one U, with what its gradient needs.
+    """The objective at one U, with what its derivatives need.
 
     Attributes
     ----------
@@ -20,16 +19,25 @@ class Evaluation:
         J(U).
     block_means : tensor, shape (K,)
         m_k = M²_n[R⁺_kn]; zero for a subspace with no positive relevance anywhere.
-    rotated : tensor, shape (2N, D)
-        aU above cU.
-    weights : tensor, shape (N, K)
-        ∂J/∂R_kn.
+    activations, contexts : tensor, shape (N, D)
+        aU and cU.
+    relevance : tensor, shape (N, K)
+        R⁺_kn.
+    factors : tensor, shape (K,)
+        ∂J/∂m_k / (N m_k), so that ∂J/∂R_kn = factors_k · R⁺_kn.
     """
 
     value: float
     block_means: Tensor
-    rotated: Tensor
-    weights: Tensor
+    activations: Tensor
+    contexts: Tensor
+    relevance: Tensor
+    factors: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """∂J/∂R_kn, shape (N, K)."""
+        return self.relevance * self.factors
 
 
 class Objective:
@@ -49,60 +57,57 @@ class Objective:
     """
 
     def __init__(self, a: Tensor, c: Tensor, dims: Sequence[int], q: float) -> None:
-        self.stacked = torch.cat([a, c])  # one matrix product rotates both
-        self.dims = tuple(dims)
+        self.a, self.c = a, c
         self.q = q
         self.n_samples, self.n_features = a.shape
+        self.dims = tuple(dims)
         residual = self.n_features - sum(self.dims)
-        self.blocks = (*self.dims, residual) if residual else self.dims
-        # (D, K): sums the columns of each block.
-        self.membership = torch.block_diag(*[a.new_ones(d, 1) for d in self.dims])
-        self.membership = torch.cat([self.membership, a.new_zeros(residual, len(self.dims))])
-
-    def subsample(self, rows: Tensor) -> Objective:
-        """The same objective on some of the samples."""
-        a, c = self.stacked.split(self.n_samples)
-        return Objective(a[rows], c[rows], self.dims, self.q)
+        self.n_subspaces = len(self.dims)
+        sizes = (*self.dims, residual) if residual else self.dims
+        stops = torch.tensor(sizes).cumsum(0).tolist()
+        #: Columns of U that belong to each block, the residual last if there is one.
+        self.columns = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        # (D, K), one where column j belongs to block k: sums over blocks, and spreads over columns.
+        self.membership = a.new_zeros(self.n_features, self.n_subspaces)
+        for k in range(self.n_subspaces):
+            self.membership[self.columns[k], k] = 1
 
     def evaluate(self, basis: Tensor) -> Evaluation:
         """The objective at U = `basis` (D, D): two products of N×D×D."""
-        rotated = self.stacked @ basis
-        activations, contexts = rotated.split(self.n_samples)
+        activations, contexts = self.a @ basis, self.c @ basis
         relevance = ((activations * contexts) @ self.membership).clamp_(min=0)
         means = relevance.square().mean(0).sqrt()
-        value, slope = generalised_mean(means, self.q)
-        # dJ/dR_kn = dJ/dm_k · R⁺_kn / (N m_k); a subspace without positive relevance has no gradient.
+        value, slopes = generalised_mean(means, self.q)
+        # A subspace without positive relevance has no gradient.
         alive = means > 0
-        factor = torch.where(alive, slope / torch.where(alive, means * self.n_samples, 1), 0)
-        return Evaluation(value, means, rotated, relevance * factor)
+        factors = torch.where(alive, slopes / torch.where(alive, means * self.n_samples, 1), 0)
+        return Evaluation(value, means, activations, contexts, relevance, factors)
 
     def gradient(self, at: Evaluation) -> Tensor:
-        """Euclidean gradient ∂J/∂U, shape (D, D): two more products."""
-        activations, contexts = at.rotated.split(self.n_samples)
+        """Euclidean gradient ∂J/∂U, shape (D, D): two more products of N×D×D."""
         weights = at.weights @ self.membership.T
-        weighted = torch.cat([weights * contexts, weights * activations])
-        return self.stacked.T @ weighted
+        return torch.addmm(self.a.T @ (weights * at.contexts), self.c.T, weights * at.activations)
 
     def tangent_gradient(self, at: Evaluation) -> Tensor:
-        """Gradient in left-trivialised coordinates, shape (D, D), zero outside the blocks below the diagonal.
+        """Gradient of J(U exp(L − Lᵀ)) at L = 0, for L (D, D) that is zero on and above the block diagonal.
 
-        With L block-lower-triangular, it is the gradient of J(U exp(L − Lᵀ)) at L = 0. Rotations inside a
-        block leave J as it is, so only pairs of blocks k < l count, and there
+        Rotations inside a block leave J as it is, so only pairs of blocks k < l count, and there
 
-            ∂J/∂L_lk = A_lᵀ diag(W_k − W_l) C_k + C_lᵀ diag(W_k − W_l) A_k,     A = aU, C = cU,
+            ∂J/∂L_lk = A_lᵀ diag(W_k − W_l) C_k + C_lᵀ diag(W_k − W_l) A_k,
 
-        which costs (1 − 1/K)/2 of the Euclidean gradient's products.
+        with A = aU, C = cU and W = ∂J/∂R. It costs (1 − 1/K)/2 of the products of `gradient`.
         """
-        gradient = at.rotated.new_zeros(self.n_features, self.n_features)
-        n = self.n_samples
-        start = 0
-        for k, size in enumerate(self.blocks[:-1]):
-            stop = start + size
-            difference = at.weights[:, k : k + 1] - (at.weights @ self.membership[stop:].T)
-            below = at.rotated[:, stop:].view(2, n, -1) * difference
-            here = at.rotated[:, start:stop].view(2, n, -1).flip(0)
-            torch.mm(below.view(2 * n, -1).T, here.view(2 * n, -1), out=gradient[stop:, start:stop])
-            start = stop
+        gradient = self.a.new_zeros(self.n_features, self.n_features)
+        # The residual, if there is one, is a block of weight zero.
+        weights = torch.nn.functional.pad(at.weights, (0, len(self.columns) - self.n_subspaces))
+        for k, here in enumerate(self.columns):
+            for l, there in enumerate(self.columns[k + 1 :], start=k + 1):  # noqa: E741 (the paper's letter)
+                difference = weights[:, k : k + 1] - weights[:, l : l + 1]
+                gradient[there, here] = torch.addmm(
+                    at.activations[:, there].T @ (difference * at.contexts[:, here]),
+                    at.contexts[:, there].T,
+                    difference * at.activations[:, here],
+                )
         return gradient
 
 
@@ -119,12 +124,8 @@ def generalised_mean(values: Tensor, q: float) -> tuple[float, Tensor]:
     ratio = torch.where(positive, values / scale, 1)
     if q == 0:
         mean = torch.exp(torch.log(ratio).mean())
-        slope = mean / (len(values) * ratio)
+        slopes = mean / (len(values) * ratio)
     else:
-        powers = torch.where(positive, ratio**q, 0)
-        mean = powers.mean() ** (1 / q)
-        slope = mean ** (1 - q) * ratio ** (q - 1) / len(values)
-    value = float(scale * mean)
-    if not math.isfinite(value):
-        raise ValueError(f"the generalised mean with q = {q} is not finite; choose a q of smaller modulus")
-    return value, torch.where(positive, slope, 0)
+        mean = torch.where(positive, ratio**q, 0).mean() ** (1 / q)
+        slopes = mean ** (1 - q) * ratio ** (q - 1) / len(values)
+    return float(scale * mean), torch.where(positive, slopes, 0)

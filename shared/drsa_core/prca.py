@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .subspaces import RESIDUAL, Subspaces
-from .validation import ArrayLike, check_nonzero_contexts, check_pairs, check_positive_int
+from .validation import ArrayLike, check_pairs, check_positive_int
 
 
 class PRCA:
@@ -49,14 +49,17 @@ class PRCA:
     """
 
     _block_name = "PRCA"
+    _sum: Tensor | None
+    # The eigenproblem is solved when it is asked for: a stream of B batches costs one, not B.
+    _solution: tuple[Tensor, Tensor] | None
 
     def __init__(self, n_components: int = 1) -> None:
         self.n_components = n_components
+        self._forget()
 
     def fit(self, a: ArrayLike, c: ArrayLike) -> Self:
         """Fit from activations and contexts of shape (N, D)."""
-        self._sum: Tensor | None = None
-        self.n_samples_seen_ = 0
+        self._forget()
         return self.partial_fit(a, c)
 
     def partial_fit(self, a: ArrayLike, c: ArrayLike) -> Self:
@@ -65,27 +68,35 @@ class PRCA:
         check_positive_int(self.n_components, "n_components")
         if self.n_components > a.shape[1]:
             raise ValueError(f"n_components must be at most D = {a.shape[1]}, got {self.n_components}")
-        total = getattr(self, "_sum", None)
-        if total is not None and len(total) != a.shape[1]:
-            raise ValueError(f"this PRCA was fitted on {len(total)} features, this batch has {a.shape[1]}")
-        cross = _cross_covariance_sum(a, c)
-        self._sum = cross if total is None else total.to(cross.device) + cross
-        self.n_samples_seen_ = getattr(self, "n_samples_seen_", 0) + len(a)
+        if self._sum is not None and len(self._sum) != a.shape[1]:
+            raise ValueError(
+                f"this PRCA was fitted on {len(self._sum)} features, this batch has {a.shape[1]}"
+            )
+        batch = _cross_covariance_sum(a, c)
+        self._sum = batch if self._sum is None else self._sum + batch.to(self._sum.device)
+        self.n_samples_seen_ += len(a)
         self._dtype = a.dtype
-        # The eigenproblem is solved when it is asked for: a stream of B batches costs one, not B.
-        self._solution: tuple[Tensor, Tensor] | None = None
+        self._solution = None
         return self
+
+    def _forget(self) -> None:
+        self.n_samples_seen_ = 0
+        self._sum = None
+        self._solution = None
 
     @property
     def eigenvalues_(self) -> Tensor:
+        """Signed eigenvalues, descending, shape (D,)."""
         return self._solve()[0].to(self._dtype)
 
     @property
     def components_(self) -> Tensor:
+        """Eigenvectors as columns, shape (D, D)."""
         return self._solve()[1].to(self._dtype)
 
     @property
     def subspaces_(self) -> Subspaces:
+        """The blocks (U | Ũ)."""
         components, d = self.components_, self.n_components
         rest = components.shape[1] - d
         dims, names = ([d, rest], [self._block_name, RESIDUAL]) if rest else ([d], [self._block_name])
@@ -93,10 +104,11 @@ class PRCA:
         return Subspaces(components, dims, names, metadata=metadata)
 
     def _solve(self) -> tuple[Tensor, Tensor]:
-        if getattr(self, "_sum", None) is None or self._sum is None:
+        if self._sum is None:
             raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(a, c) first")
         if self._solution is None:
-            check_nonzero_contexts(self._sum)
+            if not self._sum.any():
+                raise ValueError("E[acᵀ] is zero: the contexts are all zero, or never meet an active neuron")
             values, vectors = torch.linalg.eigh((self._sum + self._sum.T) / self.n_samples_seen_)
             self._solution = values.flip(0), fix_signs(vectors.flip(1))
         return self._solution

@@ -66,7 +66,9 @@ def read_tensors(
             described = file.metadata() or {}
             found = described.get("kind")
             if described.get("project") != _PROJECT or found != kind:
-                raise ValueError(f"{path} does not hold {kind} of {_PROJECT}, but {found or 'something else'}")
+                raise ValueError(
+                    f"{path} does not hold {kind} of {_PROJECT}, but {found or 'something else'}"
+                )
             version = int(described["format_version"])
             if version > format_version:
                 raise ValueError(

@@ -70,7 +70,7 @@ class Subspaces:
             self.dual = as_float_tensor(dual, "dual").to(self.basis)
             if self.dual.shape != self.basis.shape:
                 raise ValueError(
-                    f"dual must have the shape of basis, {tuple(self.basis.shape)}, got {tuple(self.dual.shape)}"
+                    f"dual must have basis' shape {tuple(self.basis.shape)}, got {tuple(self.dual.shape)}"
                 )
             check_finite(self.dual, "dual")
         self.names = tuple(names) if names is not None else tuple(f"S{k + 1}" for k in range(len(self.dims)))
@@ -205,9 +205,7 @@ class Subspaces:
         """The same subspaces with entries of the metadata added or replaced."""
         return Subspaces(self.basis, self.dims, self.names, self.dual, {**self.metadata, **metadata})
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Subspaces:
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Subspaces:
         """The same subspaces on another device or in another precision."""
         dual = None if self.dual is None else self.dual.to(device=device, dtype=dtype)
         basis = self.basis.to(device=device, dtype=dtype)
@@ -287,5 +285,7 @@ def _json_copy(metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
         copy: dict[str, Any] = json.loads(json.dumps(dict(metadata)))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"metadata must be JSON-serialisable (str, numbers, lists, dicts): {error}") from error
+        raise TypeError(
+            f"metadata must be JSON-serialisable (str, numbers, lists, dicts): {error}"
+        ) from error
     return copy

@@ -1,4 +1,4 @@
-"""The virtual layer a′ = Σ_k U_k U_kᵀ a: contexts from relevance, and relevance filtered by block (section 3)."""
+"""The virtual layer a′ = Σ_k U_k U_kᵀ a: contexts, and relevance filtered by block (section 3)."""
 
 from __future__ import annotations
 

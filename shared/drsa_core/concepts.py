@@ -1,0 +1,109 @@
+"""Subspaces from labelled concepts: NetDissect (Note H) and IBD (Note I)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from .subspaces import RESIDUAL, Subspaces
+from .validation import ArrayLike, check_finite, check_matrix, check_nonzero_contexts, check_pairs
+
+
+def netdissect_subspaces(
+    concepts: Mapping[int, str] | Sequence[str] | str | PathLike[str],
+    a: ArrayLike,
+    c: ArrayLike,
+    n_subspaces: int | None = 4,
+) -> Subspaces:
+    """One subspace per concept, spanned by the canonical vectors of the filters that NetDissect gave it.
+
+    Concepts hold different numbers N_k of filters, so they are ranked by mean relevance per filter,
+    E[R_k] / N_k (Note H). No IoU threshold is applied: every filter has a concept, as in the paper.
+
+    Parameters
+    ----------
+    concepts : mapping, sequence or path
+        The concept of each filter: {filter: concept}, a sequence in the order of the filters, or the path
+        of a NetDissect tally, a CSV file with columns `unit` (counted from 1) and `label`.
+    a, c : array or tensor, shape (N, D)
+        Activations and contexts by which the concepts are ranked.
+    n_subspaces : int or None
+        How many of the best concepts to keep; None keeps all.
+
+    Returns
+    -------
+    Subspaces
+        Named after the concepts, best first. What the kept ones leave over is `completed()`'s residual.
+    """
+    a, c = check_pairs(a, c)
+    check_nonzero_contexts(c)
+    n_features = a.shape[1]
+    if isinstance(concepts, str | PathLike):
+        concepts = _read_tally(Path(concepts))
+    elif not isinstance(concepts, Mapping):
+        concepts = dict(enumerate(concepts))
+    if sorted(concepts) != list(range(n_features)):
+        raise ValueError(
+            f"concepts must name a concept for each of the {n_features} filters 0…{n_features - 1}, "
+            f"got {len(concepts)} filters from {min(concepts, default=None)} to {max(concepts, default=None)}"
+        )
+    filters: dict[str, list[int]] = {}
+    for index in range(n_features):
+        filters.setdefault(concepts[index], []).append(index)
+    if n_subspaces is not None and not 1 <= n_subspaces <= len(filters):
+        raise ValueError(f"n_subspaces must be 1…{len(filters)}, the number of concepts, got {n_subspaces}")
+
+    relevance = (a.double() * c.double()).mean(0)
+    # Ties in the order of the filters: the sort is stable.
+    ranked = sorted(filters, key=lambda name: float(relevance[filters[name]].mean()), reverse=True)
+    kept = ranked[:n_subspaces]
+    identity = torch.eye(n_features, dtype=a.dtype, device=a.device)
+    basis = torch.cat([identity[:, filters[name]] for name in kept], dim=1)
+    dims = [len(filters[name]) for name in kept]
+    return Subspaces(basis, dims, kept, metadata={"solver": {"name": "NetDissect"}})
+
+
+def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residual: bool = True) -> Subspaces:
+    """One-dimensional subspaces from concept vectors that need not be orthogonal (Note I).
+
+    With U the vectors in columns and U⁺ = (UᵀU)⁻¹Uᵀ, the virtual layer is (U⁺)ᵀUᵀ and the relevance
+    R_k = (u_kᵀa)(u⁺_k c). It is conserved with the residual, but need not be positive for c = a.
+
+    Parameters
+    ----------
+    vectors : array or tensor, shape (K, D)
+        Linearly independent concept vectors, e.g. weights of concept classifiers.
+    names : sequence of str, optional
+        Names of the concepts.
+    residual : bool
+        Add what the concepts do not span as a last block.
+    """
+    rows = check_matrix(vectors, "vectors")
+    check_finite(rows, "vectors")
+    basis = rows.double().T
+    rank = int(torch.linalg.matrix_rank(basis))
+    if rank < basis.shape[1]:
+        raise ValueError(
+            f"the {basis.shape[1]} concept vectors must be linearly independent, but span only {rank} "
+            f"of {basis.shape[0]} dimensions; leave out duplicates"
+        )
+    # Lengths cancel in R_k; unit vectors keep the numbers in range.
+    basis = basis / basis.norm(dim=0)
+    dual = torch.linalg.pinv(basis).T
+    if names is not None and RESIDUAL in names:
+        raise ValueError(f"the name {RESIDUAL!r} is kept for what the concepts do not span")
+    found = Subspaces(basis, [1] * basis.shape[1], names, dual, metadata={"solver": {"name": "IBD"}})
+    found = found.completed() if residual else found
+    return found.to(dtype=rows.dtype)
+
+
+def _read_tally(path: Path) -> dict[int, str]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"unit", "label"} <= rows[0].keys():
+        raise ValueError(f"{path} must be a CSV file with columns unit and label, as NetDissect's tally.csv")
+    return {int(row["unit"]) - 1: row["label"] for row in rows}

@@ -1,0 +1,284 @@
+"""Subspaces: the mathematics of the virtual layer, the value's operations, and its file format."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from scipy.stats import ortho_group
+
+from drsa_core import (
+    Subspaces,
+    context_from_relevance,
+    filter_context,
+    filter_relevance,
+    ibd_subspaces,
+    lost_relevance,
+)
+from drsa_core.storage import write_tensors
+
+
+def orthogonal(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.as_tensor(ortho_group.rvs(n, random_state=seed))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[Subspaces, torch.Tensor, torch.Tensor]:
+    """Complete subspaces with unequal blocks, and activations and contexts of wild magnitudes."""
+    dims = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda d: sum(d) >= 2))
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** draw(st.integers(-6, 6))
+    a = scale * torch.randn(7, sum(dims), generator=generator, dtype=torch.float64)
+    c = torch.randn(7, sum(dims), generator=generator, dtype=torch.float64)
+    return Subspaces(orthogonal(sum(dims), seed), dims), a, c
+
+
+@settings(max_examples=60, deadline=None)
+@given(partitions())
+def test_relevance_is_conserved(case: tuple[Subspaces, torch.Tensor, torch.Tensor]) -> None:
+    """Proposition 1: Σ_k R_k = Σ_j R_j, up to rounding of sums of this size."""
+    subspaces, a, c = case
+    total = (a * c).sum(1)
+    size = a.norm(dim=1) * c.norm(dim=1)
+    assert ((subspaces.relevance(a, c).sum(1) - total).abs() <= 1e-13 * size).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(partitions(), st.floats(0, 1e3))
+def test_relevance_is_positive_without_contradiction(
+    case: tuple[Subspaces, torch.Tensor, torch.Tensor], xi: float
+) -> None:
+    """Proposition 1: c = ξa with ξ ≥ 0 gives R_k ≥ 0, exactly: it is a sum of squares."""
+    subspaces, a, _ = case
+    assert (subspaces.relevance(a, xi * a) >= 0).all()
+
+
+def test_relevance_is_the_formula_at_each_position() -> None:
+    subspaces = Subspaces(orthogonal(6)[:, :5], [2, 3])
+    a, c = torch.randn(2, 6, 3, 4, dtype=torch.float64), torch.randn(2, 6, 3, 4, dtype=torch.float64)
+    relevance = subspaces.relevance(a, c)
+    assert relevance.shape == (2, 2, 3, 4)
+    for k, block in enumerate(subspaces.blocks):
+        h, g = block.T @ a[1, :, 2, 3], block.T @ c[1, :, 2, 3]
+        assert relevance[1, k, 2, 3].item() == pytest.approx(float(h @ g), rel=1e-12)
+    tokens = subspaces.relevance(a.movedim(1, -1), c.movedim(1, -1), dim=-1)
+    torch.testing.assert_close(tokens.movedim(-1, 1), relevance)
+
+
+def test_filtered_relevance_is_the_lrp_rule_of_the_virtual_layer() -> None:
+    """R⁽ᵏ⁾ in two steps of LRP-0, as in section 3.2: onto h_k, then through h_k onto a."""
+    subspaces = Subspaces(orthogonal(4), [1, 3])
+    a = torch.tensor([[1.0, 0.0, 2.0, -1.0]], dtype=torch.float64)
+    relevance = torch.tensor([[0.5, 0.0, -1.0, 2.0]], dtype=torch.float64)
+    c = context_from_relevance(a, relevance)
+    assert c.tolist() == [[0.5, 0.0, -0.5, -2.0]]
+    filtered = filter_relevance(a, relevance, subspaces)
+    for k, block in enumerate(subspaces.blocks):
+        h = a[0] @ block
+        # R_(ki), the relevance of unit i of h_k, from all a'_j; then from h_ki to the inputs a_m.
+        unit = torch.stack([sum(h[i] * block[j, i] * c[0, j] for j in range(4)) for i in range(len(h))])
+        back = [
+            sum(a[0, m] * block[m, i] / h[i] * unit[i] for i in range(len(h)))
+            for m in range(4)
+        ]  # fmt: skip
+        torch.testing.assert_close(filtered[k, 0], torch.stack(back))
+    torch.testing.assert_close(filtered.sum(0), relevance)
+    torch.testing.assert_close(filtered.sum(-1)[:, 0], subspaces.relevance(a, c)[0])
+
+
+def test_relevance_on_zero_activations_is_measured() -> None:
+    a = torch.tensor([[1.0, 0.0, 0.0]])
+    assert lost_relevance(a, torch.tensor([[3.0, -1.0, 0.0]])) == pytest.approx(0.25)
+    assert lost_relevance(a, torch.zeros(1, 3)) == 0
+
+
+def test_projections_add_up_to_the_identity() -> None:
+    subspaces = Subspaces(orthogonal(6)[:, :4], [3, 1]).completed()
+    assert subspaces.is_complete
+    assert subspaces.names == ("S1", "S2", "residual")
+    t = torch.randn(2, 6, 3, dtype=torch.float64)
+    parts = torch.stack([subspaces.project(t, k) for k in range(3)])
+    torch.testing.assert_close(parts.sum(0), t)
+    torch.testing.assert_close(filter_context(t, subspaces).sum(0), t)
+    torch.testing.assert_close(subspaces.project(parts[1], 1), parts[1])  # a projection, twice is once
+    assert subspaces.completed() is subspaces
+
+
+def test_non_orthogonal_concepts_use_the_dual() -> None:
+    """Note I, literally: R_k = (u_kᵀa)(u⁺_k c), and a′ = UU⁺a + a⊥."""
+    vectors = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    subspaces = ibd_subspaces(vectors, ["x", "y", "z"])
+    a, c = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    pseudo_inverse = torch.linalg.inv(vectors @ vectors.T) @ vectors
+    expected = (a @ vectors.T) * (c @ pseudo_inverse.T)
+    torch.testing.assert_close(subspaces.relevance(a, c)[:, :3], expected)
+    assert subspaces.names == ("x", "y", "z", "residual")
+    torch.testing.assert_close(subspaces.relevance(a, c).sum(1), (a * c).sum(1))
+    parts = torch.stack([subspaces.project(a, k) for k in range(4)])
+    torch.testing.assert_close(parts[:3].sum(0), a @ (vectors.T @ pseudo_inverse).T)
+    torch.testing.assert_close(parts.sum(0), a)
+    # The context projection is the transpose of the activation's.
+    for k in range(4):
+        left, right = (subspaces.project(a, k) * c).sum(), (a * subspaces.project_context(c, k)).sum()
+        torch.testing.assert_close(left, right)
+
+
+def test_any_dual_basis_can_be_completed() -> None:
+    """Also one that spans another space than the basis: the residual is then an oblique projection."""
+    basis = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    other = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    dual = other @ torch.linalg.inv(basis.T @ other)
+    subspaces = Subspaces(basis, [1, 1], dual=dual).completed()
+    a = torch.randn(3, 5, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack([subspaces.project(a, k) for k in range(3)]).sum(0), a)
+
+
+def test_ibd_needs_independent_vectors() -> None:
+    vectors = torch.eye(3)[[0, 1, 0]]
+    with pytest.raises(ValueError, match="linearly independent, but span only 2 of 3"):
+        ibd_subspaces(vectors)
+    with pytest.raises(ValueError, match="residual"):
+        ibd_subspaces(torch.eye(3)[:1], ["residual"])
+    assert not ibd_subspaces(torch.eye(3)[:1], residual=False).is_complete
+
+
+def test_selection_reorders_blocks() -> None:
+    subspaces = Subspaces(orthogonal(6), [1, 2, 3], names=["a", "b", "c"], metadata={"layer": "x"})
+    chosen = subspaces.select(["c", 0])
+    assert (chosen.dims, chosen.names, chosen.metadata) == ((3, 1), ("c", "a"), {"layer": "x"})
+    torch.testing.assert_close(chosen.blocks[0], subspaces.blocks[2])
+    torch.testing.assert_close(chosen.blocks[1], subspaces.blocks[0])
+    with pytest.raises(ValueError, match="the names are a, b, c"):
+        subspaces.select(["d"])
+    with pytest.raises(ValueError, match="there are 3"):
+        subspaces.select([3])
+
+
+def test_principal_angles() -> None:
+    angle = 0.3
+    turned = torch.tensor([[math.cos(angle), 0], [math.sin(angle), 0], [0, 1]], dtype=torch.float64)
+    first = Subspaces(torch.eye(3, dtype=torch.float64)[:, [0, 2]], [1, 1])
+    second = Subspaces(turned, [1, 1])
+    assert first.principal_angles(second).tolist() == pytest.approx([angle, 0], abs=1e-12)
+    assert first.principal_angles(second, 0, 1).item() == pytest.approx(math.pi / 2)
+    with pytest.raises(ValueError, match="self has 3 features, other 2"):
+        first.principal_angles(Subspaces(torch.eye(2), [2]))
+
+
+def test_precision_and_device() -> None:
+    subspaces = Subspaces(orthogonal(4), [2, 2])
+    assert subspaces.dtype == torch.float64
+    single = subspaces.to(dtype=torch.float32)
+    assert single.dtype == torch.float32
+    assert single.orthogonality_error < 1e-6
+    # Relevance has the precision of the data, whatever that of the basis.
+    assert single.relevance(torch.ones(1, 4).double(), torch.ones(1, 4).double()).dtype == torch.float64
+    assert subspaces.device.type == "cpu"
+    assert "S1: 2" in repr(subspaces)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Subspaces(torch.eye(3), [1, 1]), r"dims must add up to the 3 columns.*sum 2"),
+        (lambda: Subspaces(torch.eye(3), []), "dims must add up"),
+        (lambda: Subspaces(torch.eye(3), [3, 0]), "at least 1, got 0"),
+        (lambda: Subspaces(torch.ones(3, 3), [3]), "pass dual="),
+        (lambda: Subspaces(torch.eye(3)[:2], [3]), "3 columns in a space of 2"),
+        (lambda: Subspaces(torch.ones(3), [3]), "basis must have shape"),
+        (lambda: Subspaces(torch.eye(2), [1, 1], names=["x", "x"]), "2 different strings"),
+        (lambda: Subspaces(torch.eye(2) * float("nan"), [2]), r"NaN or Inf values, the first at index \(0, 0\)"),
+        (lambda: Subspaces(torch.eye(2), [2], dual=torch.eye(3)), r"basis' shape \(2, 2\), got \(3, 3\)"),
+        (lambda: Subspaces(torch.eye(2), [2], dual=torch.ones(2, 2)), "must be a dual basis"),
+        (lambda: Subspaces(torch.eye(2), [2]).relevance(torch.ones(1, 3), torch.ones(1, 3)), "expected 2 features"),
+        (lambda: Subspaces(torch.eye(2), [2]).relevance(torch.ones(1, 2), torch.ones(2, 2)), "same shape"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_wrong_types_are_named() -> None:
+    with pytest.raises(TypeError, match="basis must be a NumPy array or a torch tensor, got list"):
+        Subspaces([[1.0]], [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"floating point, got torch\.int64"):
+        Subspaces(torch.eye(2, dtype=torch.long), [2])
+    with pytest.raises(TypeError, match="JSON-serialisable"):
+        Subspaces(torch.eye(2), [2], metadata={"layer": object()})
+
+
+@pytest.mark.parametrize("with_dual", [False, True])
+def test_a_saved_file_comes_back_whole(tmp_path, with_dual: bool) -> None:
+    metadata = {
+        "layer": "features.22",
+        "model": "0a1b",
+        "target": 430,
+        "backend": "zennit",
+        "seed": 1,
+        "solver": {"name": "DRSA"},
+    }
+    if with_dual:
+        subspaces = ibd_subspaces(np.random.default_rng(0).normal(size=(2, 4))).with_metadata(**metadata)
+    else:
+        subspaces = Subspaces(orthogonal(4), [1, 3], names=["ball", "rest"], metadata=metadata)
+    subspaces.save(tmp_path / "s.safetensors")
+    loaded = Subspaces.load(tmp_path / "s.safetensors")
+    assert torch.equal(loaded.basis, subspaces.basis)
+    assert (loaded.dual is None) == (not with_dual)
+    assert (loaded.dims, loaded.names, loaded.metadata) == (
+        subspaces.dims,
+        subspaces.names,
+        subspaces.metadata,
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["s.safetensors"]  # no temporary file left
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path) -> None:
+    path = tmp_path / "s.safetensors"
+    with pytest.raises(FileNotFoundError, match="no file at"):
+        Subspaces.load(path)
+    Subspaces(torch.eye(64), [64]).save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="may be truncated"):
+        Subspaces.load(path)
+    path.write_bytes(b"\x80\x04not a safetensors file")
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        Subspaces.load(path)
+    save_file({"basis": torch.eye(2)}, path)
+    with pytest.raises(ValueError, match="does not hold subspaces"):
+        Subspaces.load(path)
+    write_tensors(path, {"basis": torch.eye(2)}, "subspaces", 2, {})
+    with pytest.raises(ValueError, match="format version 2, this release reads up to 1: upgrade"):
+        Subspaces.load(path)
+    write_tensors(path, {"basis": torch.eye(2)}, "subspaces", 1, {"dims": [2]})
+    with pytest.raises(ValueError, match="lacks the entry 'names'"):
+        Subspaces.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "s.safetensors"
+    Subspaces(torch.eye(2), [2]).save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("drsa_core.storage.os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Subspaces(torch.eye(3), [3]).save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_versions_are_stored(tmp_path) -> None:
+    from safetensors import safe_open
+
+    path = tmp_path / "s.safetensors"
+    Subspaces(torch.eye(2), [2]).save(path)
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["header"])
+    assert {"torch", "numpy", "scipy"} <= header["versions"].keys()
