@@ -134,8 +134,8 @@ def line_search(
         if there.value > at.value and there.value >= at.value + 1e-4 * length * slope:
             return length, trial, there
         # The maximum of the parabola through value, slope and trial value, kept within bounds.
-        missing = at.value + length * slope - there.value
-        length *= min(max(length * slope / (2 * missing), 0.1), 0.5)
+        gained, hoped = there.value - at.value, length * slope
+        length *= min(max(hoped / (2 * (hoped - gained)), 0.1), 0.5) if hoped > gained else 0.5
     return None
 
 
@@ -148,7 +148,7 @@ def curvature(objective: Objective, at: Evaluation) -> Tensor:
 
         −∂²J/∂L_ji² = 2 (T_ki + T_lj − T_kj − T_li) − Σ_n (g_kn + g_ln) (A_niC_nj + A_njC_ni)².
 
-    What the change of m_k adds is proportional to the squared gradient, and left out.
+    What the change of m_k adds, products of its first derivatives, is left out.
     """
     n, membership = objective.n_samples, objective.membership
     activations, contexts = at.activations, at.contexts

@@ -8,11 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import save_file
-from scipy.stats import ortho_group
-
 from drsa_core import (
     Subspaces,
     context_from_relevance,
@@ -22,6 +17,10 @@ from drsa_core import (
     lost_relevance,
 )
 from drsa_core.storage import write_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from scipy.stats import ortho_group
 
 
 def orthogonal(n: int, seed: int = 0) -> torch.Tensor:
@@ -194,10 +193,10 @@ def test_precision_and_device() -> None:
         (lambda: Subspaces(torch.eye(3)[:2], [3]), "3 columns in a space of 2"),
         (lambda: Subspaces(torch.ones(3), [3]), "basis must have shape"),
         (lambda: Subspaces(torch.eye(2), [1, 1], names=["x", "x"]), "2 different strings"),
-        (lambda: Subspaces(torch.eye(2) * float("nan"), [2]), r"NaN or Inf values, the first at index \(0, 0\)"),
+        (lambda: Subspaces(torch.eye(2) * float("nan"), [2]), r"NaN or Inf values, .* \(0, 0\)"),
         (lambda: Subspaces(torch.eye(2), [2], dual=torch.eye(3)), r"basis' shape \(2, 2\), got \(3, 3\)"),
         (lambda: Subspaces(torch.eye(2), [2], dual=torch.ones(2, 2)), "must be a dual basis"),
-        (lambda: Subspaces(torch.eye(2), [2]).relevance(torch.ones(1, 3), torch.ones(1, 3)), "expected 2 features"),
+        (lambda: Subspaces(torch.eye(2), [2]).project(torch.ones(1, 3), 0), "expected 2 features"),
         (lambda: Subspaces(torch.eye(2), [2]).relevance(torch.ones(1, 2), torch.ones(2, 2)), "same shape"),
     ],
 )  # fmt: skip

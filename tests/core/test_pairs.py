@@ -1,0 +1,147 @@
+"""Pairs, sampling of positions, stores, labelled concepts and layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drsa_core import (
+    Pairs,
+    PairStore,
+    Subspaces,
+    find_layer,
+    model_fingerprint,
+    netdissect_subspaces,
+    sample_pairs,
+)
+from torch import nn
+
+from tests import golden
+
+
+def test_pairs_unpack_concatenate_and_survive_a_file(tmp_path) -> None:
+    first = Pairs(torch.rand(3, 4), torch.rand(3, 4), torch.tensor([0, 0, 1]))
+    second = Pairs(torch.rand(2, 4), torch.rand(2, 4))
+    both = Pairs.concatenate([first, second])
+    a, c = both
+    assert torch.equal(a, torch.cat([first.a, second.a]))
+    assert torch.equal(c, torch.cat([first.c, second.c]))
+    assert both.image.tolist() == [0, 0, 1, 2, 2]
+    assert len(both) == 5
+    both.save(tmp_path / "pairs.safetensors")
+    loaded = Pairs.load(tmp_path / "pairs.safetensors")
+    assert torch.equal(loaded.a, both.a)
+    assert torch.equal(loaded.c, both.c)
+    assert torch.equal(loaded.image, both.image)
+    with pytest.raises(ValueError, match="does not hold subspaces"):
+        Subspaces.load(tmp_path / "pairs.safetensors")
+
+
+def test_a_store_goes_on_where_another_process_stopped(tmp_path) -> None:
+    batches = [Pairs(torch.rand(2, 3), torch.rand(2, 3)) for _ in range(3)]
+    with pytest.raises(ValueError, match="no pairs yet"):
+        PairStore(tmp_path / "store").load()
+    PairStore(tmp_path / "store").append(batches[0])
+    again = PairStore(tmp_path / "store")
+    assert len(again) == 1
+    again.append(batches[1])
+    again.append(batches[2])
+    assert torch.equal(again.load().a, Pairs.concatenate(batches).a)
+
+
+@pytest.mark.parametrize("channel_dim", [1, -1])
+def test_positions_are_sampled_without_repetition_and_in_step(channel_dim: int) -> None:
+    activation = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)  # every value occurs once
+    if channel_dim == -1:
+        activation = activation.movedim(1, -1)
+    pairs = sample_pairs(activation, -activation, 6, torch.Generator().manual_seed(0), channel_dim)
+    assert pairs.a.shape == (12, 3)
+    assert torch.equal(pairs.c, -pairs.a)
+    assert pairs.image.tolist() == [0] * 6 + [1] * 6
+    assert len(pairs.a[:, 0].unique()) == 12
+    # A row is the feature vector at one position: features are 20 apart in this activation.
+    assert (pairs.a.diff(dim=1) == 20).all()
+    assert (pairs.a[:6] < 60).all()
+    again = sample_pairs(activation, -activation, 6, torch.Generator().manual_seed(0), channel_dim)
+    assert torch.equal(again.a, pairs.a)
+
+
+def test_all_positions() -> None:
+    activation = torch.rand(2, 3, 4)
+    for positions in (None, 4, 100):
+        assert sample_pairs(activation, activation, positions).a.shape == (8, 3)
+    assert sample_pairs(torch.rand(2, 3), torch.rand(2, 3), 20).a.shape == (2, 3)  # a dense layer
+
+
+def test_bad_pairs_are_named() -> None:
+    with pytest.raises(ValueError, match="positions must be an integer of at least 1, got 0"):
+        sample_pairs(torch.rand(1, 2, 3), torch.rand(1, 2, 3), 0)
+    with pytest.raises(ValueError, match="one shape"):
+        sample_pairs(torch.rand(1, 2, 3), torch.rand(1, 2, 4), 1)
+    with pytest.raises(ValueError, match="at least one Pairs"):
+        Pairs.concatenate([])
+    with pytest.raises(ValueError, match=r"same number of features, got \[2, 3\]"):
+        Pairs.concatenate(
+            [Pairs(torch.ones(1, 2), torch.ones(1, 2)), Pairs(torch.ones(1, 3), torch.ones(1, 3))]
+        )
+    with pytest.raises(ValueError, match=r"image must have shape \(1,\), got \(2,\)"):
+        Pairs(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0, 1]))
+
+
+def test_netdissect_ranks_concepts_by_relevance_per_filter(tmp_path) -> None:
+    a = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]])
+    c = torch.tensor([[5.0, 1.0, 2.0, 3.0, -1.0]])
+    # sky: (5 + 1) / 2 = 3, tree: (2 + 3 − 1) / 3 = 4/3
+    concepts = ["sky", "sky", "tree", "tree", "tree"]
+    subspaces = netdissect_subspaces(concepts, a, c, n_subspaces=2)
+    assert (subspaces.names, subspaces.dims) == (("sky", "tree"), (2, 3))
+    assert subspaces.relevance(a, c).tolist() == [[6.0, 4.0]]
+    only = netdissect_subspaces(dict(enumerate(concepts)), a, c, n_subspaces=1)
+    assert only.completed().relevance(a, c).tolist() == [[6.0, 4.0]]
+    tally = tmp_path / "tally.csv"
+    tally.write_text(
+        "unit,category,label\n" + "".join(f"{j + 1},x,{name}\n" for j, name in enumerate(concepts))
+    )
+    assert torch.equal(netdissect_subspaces(tally, a, c, None).basis, subspaces.basis)
+    with pytest.raises(ValueError, match=r"each of the 5 filters 0…4, got 4 filters"):
+        netdissect_subspaces(concepts[:4], a, c)
+    with pytest.raises(ValueError, match="1…2, the number of concepts, got 4"):
+        netdissect_subspaces(concepts, a, c)
+    tally.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="columns unit and label"):
+        netdissect_subspaces(tally, a, c)
+
+
+def test_netdissect_on_a_real_tally() -> None:
+    tally = golden.SHARED / "data" / "netdissect" / "torchvision-vgg16-conv4_3.csv"
+    if not tally.is_file():
+        pytest.skip("the tally is not at hand")
+    generator = torch.Generator().manual_seed(0)
+    a, c = torch.rand(10, 512, generator=generator), torch.rand(10, 512, generator=generator)
+    subspaces = netdissect_subspaces(tally, a, c, None)
+    assert subspaces.is_complete
+    assert subspaces.n_subspaces == 114  # the paper's table of concepts found at Conv4_3 of VGG16-TV
+    scores = subspaces.relevance(a, c).mean(0) / torch.tensor(subspaces.dims)
+    assert (scores.diff() <= 1e-6).all()
+
+
+def test_layers_are_found_by_name_or_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    assert find_layer(model, "1.0") == ("1.0", model[1][0])
+    assert find_layer(model, model[0]) == ("0", model[0])
+    with pytest.raises(ValueError, match=r"no layer '1\.1'; did you mean '1\.0'"):
+        find_layer(model, "1.1")
+    with pytest.raises(ValueError, match=r"see model\.named_modules"):
+        find_layer(model, "features")
+    with pytest.raises(ValueError, match="ReLU is not a module of this Sequential"):
+        find_layer(model, nn.ReLU())
+    with pytest.raises(TypeError, match="got int"):
+        find_layer(model, 3)  # type: ignore[arg-type]
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = model_fingerprint(model)
+    assert model_fingerprint(model) == before
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1e-6
+    assert model_fingerprint(model) != before
