@@ -1,0 +1,44 @@
+"""The distribution: what a wheel holds, and what importing it does not do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_wheel_holds_the_three_packages_and_nothing_called_shared(tmp_path) -> None:
+    pytest.importorskip("build")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert top == {"drsa_core", "zennit_drsa", "captum_drsa"}
+    for package in top:
+        assert f"{package}/py.typed" in names
+        sources = ROOT / ("shared" if package == "drsa_core" else "") / package
+        assert {f"{package}/{file.name}" for file in sources.glob("*.py")} <= set(names)
+
+
+def test_the_core_needs_neither_adapter_nor_their_libraries() -> None:
+    script = (
+        "import sys, drsa_core; "
+        "bad = {'captum', 'zennit', 'timm', 'matplotlib', 'cv2', 'captum_drsa', 'zennit_drsa'} & set(sys.modules); "
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
