@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from .arriving import arriving_at
 from .composite import DisentangledComposite
 from .filter import StopForward, VirtualLayer
 from .nonfinite import check_finite
-from .sharing import NONLINEAR_RULES, shared_forwards
+from .sharing import NONLINEAR_RULES, shared_forwards, skipped_gradients
 
 AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -153,22 +154,31 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         """Filter what arrives at the layer by concept, and pass each part down (section 3, Eqs. 1 and 2)."""
         input = input.detach().requires_grad_()
         create_graph = self.attributor.create_graph
-        arriving = arriving_at(self._layer, self.model, input, attr_output_fn, create_graph)
-
-        def below(part: Tensor) -> Tensor:
-            (result,) = torch.autograd.grad(
-                arriving.graph, input, part, retain_graph=True, create_graph=create_graph, allow_unused=True
-            )
-            return torch.zeros_like(input) if result is None else result
-
         hooks = list(self.composite.hook_refs)
-        maps: list[Tensor] = []
-        with shared_forwards(hooks):
+        with ExitStack() as stack:
+            if not create_graph:
+                stack.enter_context(skipped_gradients(self.model))
+            arriving = arriving_at(self._layer, self.model, input, attr_output_fn, create_graph)
+
+            def below(part: Tensor) -> Tensor:
+                (result,) = torch.autograd.grad(
+                    arriving.graph, input, part, retain_graph=True, create_graph=create_graph
+                )
+                return result
+
+            stack.enter_context(shared_forwards(hooks))
+            whole = None
             if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
-                below(arriving.gradient)
+                whole = below(arriving.gradient)
+            maps: list[Tensor] = []
             for group in self._groups():
-                parts = arriving.factor * filter_context(arriving.context, group, self.channel_dim)
-                maps += [below(part) for part in parts]
+                for part in filter_context(arriving.context, group, self.channel_dim):
+                    last = len(maps) + 1 == self.subspaces.n_subspaces
+                    if last and whole is not None and self.subspaces.is_complete and maps:
+                        # The pass for the signs gave the sum of all maps: the last one is what is left.
+                        maps.append(whole - torch.stack(maps).sum(0))
+                    else:
+                        maps.append(below(arriving.factor * part))
         keep = create_graph or self.attributor.retain_graph
         return (arriving.output if keep else arriving.output.detach()), torch.stack(maps)
 
@@ -203,7 +213,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     def _context(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor, Tensor]:
         """Step 1: the model's output, the activation a and its context c."""
         layer = self._layer
-        arriving = arriving_at(layer, self.model, input, attr_output_fn)
+        with skipped_gradients(self.model):
+            arriving = arriving_at(layer, self.model, input, attr_output_fn)
         output, activation = arriving.output.detach(), arriving.activation
         of_path = isinstance(self.attributor, IntegratedGradients) and self._in_two_steps
         if not of_path or layer.passes_relevance:

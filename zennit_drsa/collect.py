@@ -14,6 +14,7 @@ from zennit.core import Composite
 from .arriving import arriving_at
 from .composite import DisentangledComposite
 from .nonfinite import check_finite
+from .sharing import skipped_gradients
 
 Target: TypeAlias = int | Sequence[int] | Tensor | Callable[[Any], "int | Sequence[int] | Tensor"]
 
@@ -116,7 +117,8 @@ def _batch_pairs(
         chosen = nn.functional.one_hot(targets.to(output.device), output.shape[1]).to(output)
         return chosen * output.detach() if relevance_passes else chosen
 
-    arriving = arriving_at(rules.virtual_layer, model, input, attr_output)
+    with skipped_gradients(model):
+        arriving = arriving_at(rules.virtual_layer, model, input, attr_output)
     check_finite(arriving.context, model, input, attr_output)
     generator = torch.Generator().manual_seed(seed)
     dim = rules.filter.channel_dim

@@ -6,7 +6,7 @@ from drsa_core import Subspaces
 from torch import nn
 from zennit.core import Composite
 
-from .filter import Concept, SubspaceFilter, VirtualLayer, hooks_of
+from .filter import Concept, SubspaceFilter, VirtualLayer, hooks_by_module
 
 
 class DisentangledComposite(Composite):  # type: ignore[misc]
@@ -51,7 +51,7 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
                 f"the {type(self.composite).__name__} is registered to a model already; leave its context (or call "
                 "its remove()) and pass it unregistered"
             )
-        if any(True for _ in hooks_of(module)):
+        if next(hooks_by_module(module), None) is not None:
             raise ValueError(
                 f"another Zennit composite is registered to this {type(module).__name__}, and the rules of both "
                 "would apply; leave its context first"
@@ -65,8 +65,8 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
     @property
     def virtual_layer(self) -> VirtualLayer:
         """The virtual layer in the model to which the composite is registered."""
-        for handle in self.handles:
-            if isinstance(handle, SubspaceFilter) and handle.virtual_layer is not None:
-                if handle.layer is self.filter.layer and handle.subspaces is self.filter.subspaces:
-                    return handle.virtual_layer
+        # The composite may hold filters of its own; ours was applied last.
+        filters = [handle for handle in self.handles if isinstance(handle, SubspaceFilter)]
+        if filters and filters[-1].virtual_layer is not None:
+            return filters[-1].virtual_layer
         raise RuntimeError("the composite is not registered to a model; use `with composite.context(model):`")

@@ -117,7 +117,7 @@ class VirtualLayer(nn.Module):
         """Whether the gradient slot holds relevance (LRP composites) rather than gradients."""
         if self.slot is not None:
             return self.slot == "relevance"
-        return any(hook.active and not isinstance(hook, GRADIENT_RULES) for hook in hooks_of(self._root[0]))
+        return any(hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(self._root[0]))
 
     def filtered(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Keep `concept`: a ⊙ U_kU_kᵀ(R ⊘ a) for relevance R, U_kU_kᵀg for a gradient g."""
@@ -313,13 +313,13 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         return self.virtual_layer(output)
 
 
-def hooks_of(model: nn.Module) -> Iterator[Hook]:
-    """The Zennit hooks that are registered on a model's modules."""
+def hooks_by_module(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
+    """The Zennit hooks that are registered on a model's modules, once each."""
     for module in model.modules():
-        for function in module._forward_hooks.values():
-            owner = getattr(function, "__self__", None)
-            if isinstance(owner, Hook):
-                yield owner
+        owners = (getattr(function, "__self__", None) for function in module._forward_hooks.values())
+        # Zennit registers several methods of a hook; dict keeps the order and drops the repetitions.
+        for hook in dict.fromkeys(owner for owner in owners if isinstance(owner, Hook)):
+            yield module, hook
 
 
 def _warn_of_training(model: nn.Module) -> None:

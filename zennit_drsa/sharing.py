@@ -1,21 +1,35 @@
-"""One set of modified forward passes for K backward passes through Zennit's rules.
+"""K backward passes through Zennit's rules for little more than the price of their vector-Jacobian products.
 
-Zennit's `BasicHook` repeats its modified forward passes in every backward pass. They depend on the layer's
-input and weights, not on the relevance that comes in. While hooks are shared they are computed in the first
-backward pass and kept for the others, which then cost no more than their vector-Jacobian products.
+Zennit's `BasicHook` repeats its modified forward passes in every backward pass, though they depend on the layer's
+input and weights alone: `shared_forwards` keeps them. And before a rule replaces a layer's gradient, autograd has
+computed that gradient in vain: `skipped_gradients` leaves it out. Neither changes a value.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from zennit.core import BasicHook, Hook, ParamMod
-from zennit.rules import AlphaBeta, Epsilon, Gamma, Norm, ReLUDeconvNet, ReLUGuidedBackprop, ZBox, ZPlus
+from zennit.rules import (
+    AlphaBeta,
+    Epsilon,
+    Gamma,
+    Norm,
+    Pass,
+    ReLUBetaSmooth,
+    ReLUDeconvNet,
+    ReLUGuidedBackprop,
+    ZBox,
+    ZPlus,
+)
+
+from .filter import hooks_by_module
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -23,74 +37,126 @@ Gradients: TypeAlias = tuple[Tensor | None, ...]
 _MULTIPLIED_BY_INPUT = (AlphaBeta, Epsilon, Gamma, Norm, ZBox, ZPlus)
 # Rules that drop what is negative, and so are not linear in what comes in.
 NONLINEAR_RULES = (ReLUDeconvNet, ReLUGuidedBackprop)
+# Rules that put their own value in the place of the layer's gradient without reading it.
+_REPLACING = (Pass, ReLUBetaSmooth, ReLUDeconvNet)
+
+
+def replaces_gradient(hook: Hook) -> bool:
+    """Whether a rule never reads the gradient that autograd computes for its layer.
+
+    A hook class of one's own says so with a class attribute `replaces_gradient = True`.
+    """
+    return (
+        type(hook).backward is BasicHook.backward
+        or type(hook) in _REPLACING
+        or getattr(type(hook), "replaces_gradient", False) is True
+    )
+
+
+@contextmanager
+def skipped_gradients(model: nn.Module) -> Iterator[None]:
+    """Leave out gradients that a rule replaces, in backward passes of forward passes made in this context."""
+    with ExitStack() as stack:
+        for module, hook in list(hooks_by_module(model)):
+            if replaces_gradient(hook):
+                stack.callback(vars(hook).pop, "pre_backward", None)
+                hook.pre_backward = partial(_store_gradient, weakref.ref(hook))
+                handle = module.register_forward_hook(partial(_cut, weakref.ref(hook)))
+                stack.callback(handle.remove)
+        yield
+
+
+def _store_gradient(
+    hook_ref: weakref.ref[Hook], module: nn.Module, grad_input: Gradients, grad_output: Gradients
+) -> None:
+    hook = hook_ref()
+    if hook is not None and any(gradient is not None for gradient in grad_output):
+        hook.stored_tensors["grad_output"] = grad_output
+
+
+def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any) -> None:
+    """Keep what comes in at the layer's output for its rule, and give autograd nothing to go on with."""
+    if not isinstance(output, Tensor) or output.grad_fn is None:
+        return
+
+    def before(grad_output: Gradients) -> Gradients | None:
+        hook = hook_ref()
+        if hook is None or not hook.active:
+            return None
+        hook.stored_tensors["grad_output"] = grad_output
+        return (None,) * len(grad_output)
+
+    output.grad_fn.register_prehook(before)
 
 
 @contextmanager
 def shared_forwards(hooks: Iterable[Hook]) -> Iterator[None]:
-    """Share the modified forward passes of these hooks among all backward passes in the context.
+    """Share the modified forward passes of these hooks among all backward passes in this context.
 
-    The passes must go back through the same forward pass of the model. Values are those of the hooks
-    themselves: products with zeros are left out, nothing else changes. The first pass must be that of the whole
-    relevance if there are `NONLINEAR_RULES`: its signs decide for all passes, so that parts add up to the whole.
+    The passes must go back through one forward pass of the model. Values are those of the hooks themselves;
+    products with zeros are left out. With `NONLINEAR_RULES` the first pass must be that of the whole: its signs
+    decide for all passes, so that parts add up to the whole.
     """
-    shared = list(hooks)
-    try:
-        for hook in shared:
+    with ExitStack() as stack:
+        for hook in list(hooks):
             if type(hook).backward is BasicHook.backward:
-                hook.backward = partial(_BasicPasses(hook).backward)
+                backward = _BasicPasses(hook).backward
             elif type(hook) in NONLINEAR_RULES:
-                hook.backward = partial(_SignPasses(hook).backward)
+                backward = _SignPasses(hook).backward
+            else:
+                continue
+            stack.callback(vars(hook).pop, "backward", None)
+            hook.backward = backward
         yield
-    finally:
-        for hook in shared:
-            vars(hook).pop("backward", None)
-            hook.stored_tensors.pop("grad_output", None)
 
 
 class _BasicPasses:
     """What a `BasicHook` computes backward, with its modified forward passes kept."""
 
     def __init__(self, hook: BasicHook) -> None:
-        self.hook = hook
-        self.inputs: list[Tensor] | None = None
+        self._hook = weakref.ref(hook)
+        self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.needed: list[bool] = []
 
     def backward(self, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
-        relevance = grad_output[0]
-        if relevance is None or relevance.requires_grad:  # a graph of the backward pass itself is asked for
-            return type(self.hook).backward(self.hook, module, grad_input, grad_output)
-        inputs = self._forward(module) if self.inputs is None else self.inputs
-        mapped = self.hook.gradient_mapper(relevance, self.outputs)
-        mapped = [mapped] if isinstance(mapped, Tensor) else list(mapped)
+        hook, relevance = self._hook(), grad_output[0]
+        if hook is None or relevance is None:
+            return None
+        if relevance.requires_grad:  # a graph of the backward pass itself is asked for
+            return BasicHook.backward(hook, module, grad_input, grad_output)
+        if not self.inputs:
+            self._forward(hook, module)
+        mapped = hook.gradient_mapper(relevance, self.outputs)
+        mapped = [mapped] if isinstance(mapped, Tensor) else mapped
         gradients = [
             _vjp(output, input, gradient) if needed else torch.zeros_like(input)
-            for output, input, gradient, needed in zip(self.outputs, inputs, mapped, self.needed, strict=True)
+            for output, input, gradient, needed in zip(
+                self.outputs, self.inputs, mapped, self.needed, strict=True
+            )
         ]
-        reduced = self.hook.reducer(inputs, gradients)
+        reduced = hook.reducer(self.inputs, gradients).detach()
         return tuple(reduced if g is not None and g.shape == reduced.shape else None for g in grad_input)
 
-    def _forward(self, module: nn.Module) -> list[Tensor]:
-        hook = self.hook
+    def _forward(self, hook: BasicHook, module: nn.Module) -> None:
         original = hook.stored_tensors["input"][0].detach()
-        self.inputs = []
         skip_zeros = type(hook) in _MULTIPLIED_BY_INPUT
         modifiers = zip(hook.input_modifiers, hook.param_modifiers, hook.output_modifiers, strict=True)
         for modify_input, modify_parameters, modify_output in modifiers:
-            # A modifier may return what it got: the clone keeps requires_grad_ off the stored input.
-            input = modify_input(original.clone()).detach().requires_grad_()
+            # A modifier may return what it got, or a view of it: requires_grad must not reach what is stored.
+            input = modify_input(original).detach().requires_grad_()
             with ParamMod.ensure(modify_parameters)(module) as modified, torch.enable_grad():
-                self.outputs.append(modify_output(modified.forward(input)))
+                output = modify_output(modified.forward(input))
             self.inputs.append(input)
+            self.outputs.append(output)
             self.needed.append(not skip_zeros or bool(input.any()))
-        return self.inputs
 
 
 class _SignPasses:
     """`ReLUDeconvNet` and `ReLUGuidedBackprop` with the signs of the first pass."""
 
     def __init__(self, hook: Hook) -> None:
-        self.hook = hook
+        self.passes_own_gradient = isinstance(hook, ReLUGuidedBackprop)
         self.positive: Tensor | None = None
 
     def backward(self, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
@@ -99,7 +165,7 @@ class _SignPasses:
             return None
         if self.positive is None:
             self.positive = gradient > 0
-        passed = gradient if isinstance(self.hook, ReLUDeconvNet) else grad_input[0]
+        passed = grad_input[0] if self.passes_own_gradient else gradient
         return None if passed is None else (passed * self.positive,)
 
 

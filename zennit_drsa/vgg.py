@@ -26,6 +26,8 @@ class GraphRule(Hook):  # type: ignore[misc]
     K vector-Jacobian products.
     """
 
+    replaces_gradient = True  # see `sharing`
+
     def __init__(self, stabilizer: float = 1e-9) -> None:
         super().__init__()
         self.stabilizer = stabilizer
