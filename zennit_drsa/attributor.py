@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Subspaces, filter_context
@@ -35,8 +36,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     channel_dim : int
         Axis of the D features in the layer's output.
     residual : bool
-        Whether to append a map of what the concepts leave over, so that the maps add up to that of the wrapped
-        attributor: subspaces that were not given, relevance on zero activations, paths around the layer.
+        Whether to append a map of what the concepts leave over, so that the maps add up to that of the
+        wrapped attributor: subspaces not given, relevance on zero activations, paths around the layer.
     two_step : bool, optional
         Explain R̂_k(x) = (U_kᵀφ(x))ᵀ(U_kᵀ[c]) with the context c held constant (Note B). By default so for
         `Occlusion`, and for `IntegratedGradients` without relevance-passing rules. If False, each gradient on
@@ -50,9 +51,9 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
 
     Notes
     -----
-    The forward pass and the backward pass above the layer run once, only what lies below runs K times, with the
-    modified forward passes of Zennit's rules shared (`sharing`). Rules that are not linear (`ReLUDeconvNet`,
-    `ReLUGuidedBackprop`) let pass what they let pass of the whole.
+    The forward pass and the backward pass above the layer run once, only what lies below runs K times, with
+    the modified forward passes of Zennit's rules shared (`sharing`). Rules that are not linear
+    (`ReLUDeconvNet`, `ReLUGuidedBackprop`) let pass what they let pass of the whole.
 
     Examples
     --------
@@ -85,8 +86,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if two_step and not isinstance(attributor, IntegratedGradients | Occlusion):
             raise ValueError(
-                f"two_step is for IntegratedGradients and Occlusion; with {type(attributor).__name__} both steps "
-                "are one backward pass"
+                f"two_step is for IntegratedGradients and Occlusion; with {type(attributor).__name__} both "
+                "steps are one backward pass"
             )
         if two_step is False and isinstance(attributor, Occlusion):
             raise ValueError("Occlusion has no backward pass to filter; leave two_step at None")
@@ -126,12 +127,12 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
             return self._score(activation, context)
 
         # Zennit's __call__ registers the composite and reads attr_output; only what runs inside is another.
-        measure = copy.copy(self)
+        measure: Any = copy.copy(self)
         measure.forward = relevance
         result: Tensor = measure(input, attr_output)
         return result
 
-    # ------------------------------------------------------------------ one map per concept, shape (K, N, *input)
+    # ------------------------------------------------------------------ maps, shape (K, N, *input)
 
     def _maps(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
         attributor = self.attributor
@@ -160,13 +161,15 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
                 stack.enter_context(skipped_gradients(self.model))
             arriving = arriving_at(self._layer, self.model, input, attr_output_fn, create_graph)
 
+            start_pass = stack.enter_context(shared_forwards(hooks))
+
             def below(part: Tensor) -> Tensor:
+                start_pass()
                 (result,) = torch.autograd.grad(
                     arriving.graph, input, part, retain_graph=True, create_graph=create_graph
                 )
                 return result
 
-            stack.enter_context(shared_forwards(hooks))
             whole = None
             if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
                 whole = below(arriving.gradient)
@@ -265,15 +268,16 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
 
         maps = [run(first_run)]
         for k in range(1, self.subspaces.n_subspaces):
-            remembered = iter(scores)
-            maps.append(run(lambda _, k=k, remembered=remembered: next(remembered)[:, k : k + 1]))
+            remembered = iter([score[:, k : k + 1] for score in scores])
+            maps.append(run(partial(_next, remembered)))
         return output, torch.stack(maps)
 
     # ------------------------------------------------------------------ parts
 
     @property
     def _layer(self) -> VirtualLayer:
-        return self.composite.virtual_layer
+        layer: VirtualLayer = self.composite.virtual_layer
+        return layer
 
     def _activation(self, input: Tensor) -> Tensor:
         """The layer's output, without running what lies above it."""
@@ -314,3 +318,7 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         finally:
             layer.is_open = False
         return whole.detach()
+
+
+def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:
+    return next(remembered)

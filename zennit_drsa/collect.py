@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from drsa_core import Pairs, PairStore, sample_pairs
@@ -62,8 +62,8 @@ def collect(
     Returns
     -------
     Pairs
-        On the CPU. Relevance starts as the output itself, R = y (Note A), so that Σ aᵀc over all positions of an
-        image is y where the rules conserve it.
+        On the CPU. Relevance starts as the output itself, R = y (Note A), so that Σ aᵀc over all positions
+        of an image is y where the rules conserve it.
     """
     generator = torch.Generator()
     if random_state is None:
@@ -78,7 +78,7 @@ def collect(
             input = _input(batch, model)
             targets = _targets(target, batch, len(input), n_images)
             first, n_images = n_images, n_images + len(input)
-            # Drawn for batches from the store as well, so that a collection that went on equals one in one go.
+            # Drawn for stored batches as well: a collection that goes on equals one in one go.
             seed = int(torch.randint(2**62, (), generator=generator))
             if index < n_stored:
                 continue
@@ -119,7 +119,8 @@ def _batch_pairs(
 
     with skipped_gradients(model):
         arriving = arriving_at(rules.virtual_layer, model, input, attr_output)
-    check_finite(arriving.context, model, input, attr_output)
+    for tensor in (arriving.activation, arriving.context):
+        check_finite(tensor, model, input, attr_output)
     generator = torch.Generator().manual_seed(seed)
     dim = rules.filter.channel_dim
     return sample_pairs(arriving.activation, arriving.context, positions, generator, dim)
@@ -138,8 +139,8 @@ def _input(batch: Any, model: nn.Module) -> Tensor:
 
 def _targets(target: Target, batch: Any, n_batch: int, first: int) -> Tensor:
     """Targets of a batch, shape (N,)."""
-    is_function = callable(target) and not isinstance(target, Tensor)
-    value = torch.as_tensor(target(batch) if is_function else target)
+    is_function = not isinstance(target, int | Sequence | Tensor) and callable(target)
+    value = torch.as_tensor(cast(Callable[[Any], Any], target)(batch) if is_function else target)
     if value.is_floating_point() or value.dtype == torch.bool:
         raise TypeError(f"target must be made of integers, got {value.dtype}")
     if value.ndim == 0:

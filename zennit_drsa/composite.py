@@ -21,7 +21,8 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
 
     Notes
     -----
-    Unlike Zennit's own, an error while it is being registered leaves nothing behind.
+    Unlike with Zennit's own, an error while it is being registered leaves nothing behind, and canonizers that
+    changed the same weights are undone in reverse order.
     """
 
     def __init__(
@@ -48,19 +49,24 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
         self.remove()
         if self.composite is not None and self.composite.handles:
             raise ValueError(
-                f"the {type(self.composite).__name__} is registered to a model already; leave its context (or call "
-                "its remove()) and pass it unregistered"
+                f"the {type(self.composite).__name__} is registered to a model already; leave its context (or "
+                "call its remove()) and pass it unregistered"
             )
         if next(hooks_by_module(module), None) is not None:
             raise ValueError(
-                f"another Zennit composite is registered to this {type(module).__name__}, and the rules of both "
-                "would apply; leave its context first"
+                f"another Zennit composite is registered to this {type(module).__name__}, and the rules of "
+                "both would apply; leave its context first"
             )
         try:
             super().register(module)
         except BaseException:
             self.remove()
             raise
+
+    def remove(self) -> None:
+        """Take everything off the model, the last thing first: canonizers may have changed the same weights."""
+        self.handles.reverse()
+        super().remove()
 
     @property
     def virtual_layer(self) -> VirtualLayer:

@@ -16,7 +16,7 @@ from zennit.rules import ReLUBetaSmooth, ReLUDeconvNet, ReLUGuidedBackprop
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
 
-# Name under which the virtual layer appears below the layer that it follows, e.g. "features.22.virtual_layer".
+# Name of the virtual layer below the layer that it follows, e.g. "features.22.virtual_layer".
 CHILD_NAME = "virtual_layer"
 # Rules that modify gradients; every other Zennit rule passes relevance in the gradient's place.
 GRADIENT_RULES = (ReLUBetaSmooth, ReLUDeconvNet, ReLUGuidedBackprop)
@@ -42,7 +42,7 @@ class _Filter(torch.autograd.Function):
         return activation.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (activation,) = ctx.saved_tensors
         return ctx.layer.filtered(activation, gradient), None
 
@@ -62,7 +62,7 @@ class VirtualLayer(nn.Module):
     Attributes
     ----------
     recording : bool
-        Whether to keep `activation` and `output`, what entered and left in the forward pass, with their graph.
+        Whether to keep `activation` and `output`, what entered and left in the forward pass.
     stop : bool
         Whether to keep `activation` and end the forward pass there by raising `StopForward`.
     replacement : tensor or None
@@ -110,6 +110,8 @@ class VirtualLayer(nn.Module):
         output = _Filter.apply(activation, self) if activation.requires_grad else activation
         if self.recording:
             self.activation, self.output = activation, output
+            # An in-place ReLU makes the tensor that it gets into its own result: not the one kept here.
+            return output.clone()
         return output
 
     @property
@@ -117,7 +119,9 @@ class VirtualLayer(nn.Module):
         """Whether the gradient slot holds relevance (LRP composites) rather than gradients."""
         if self.slot is not None:
             return self.slot == "relevance"
-        return any(hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(self._root[0]))
+        return any(
+            hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(self._root[0])
+        )
 
     def filtered(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Keep `concept`: a ⊙ U_kU_kᵀ(R ⊘ a) for relevance R, U_kU_kᵀg for a gradient g."""
@@ -166,16 +170,16 @@ class VirtualLayer(nn.Module):
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):
             raise TypeError(
-                f"layer {self.name!r} must output one tensor, got {type(activation).__name__}; choose a layer "
-                "inside or around it that does"
+                f"layer {self.name!r} must output one tensor, got {type(activation).__name__}; choose a "
+                "layer inside or around it that does"
             )
         shape, dim = tuple(activation.shape), self.channel_dim
         n_features = shape[dim] if -len(shape) <= dim < len(shape) else None
         if self.subspaces is not None and n_features != self.subspaces.n_features:
             raise ValueError(
                 f"the subspaces have D = {self.subspaces.n_features} features, but layer {self.name!r} has "
-                f"{n_features} along channel_dim={dim} of its output {shape}; use subspaces that were fitted at "
-                "this layer, or give its channel_dim"
+                f"{n_features} along channel_dim={dim} of its output {shape}; use subspaces that were "
+                "fitted at this layer, or give its channel_dim"
             )
 
 
@@ -187,7 +191,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     layer : str or module
         The layer, or its dotted name; the activation is its output.
     subspaces : Subspaces or None
-        The concepts U = (U_1|…|U_K). None filters nothing: the virtual layer marks the place, e.g. to collect.
+        The concepts U = (U_1|…|U_K). None filters nothing, and the virtual layer marks the place.
     concept : int, str, sequence of int, or None
         The concept to keep: index or name, one index for each sample of the batch, or None for all.
     channel_dim : int
@@ -204,8 +208,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     a = 0, for relevance R (section 3.2), and U_kU_kᵀg for a gradient g (Note B.1).
 
     The virtual layer is a child "virtual_layer" of the layer, of type `VirtualLayer`, so that a rule can be
-    attached to it by type or name. It runs after every hook on the layer, so that a rule on the layer covers the
-    layer alone. Parts of the relevance that go around the layer (skip connections) are not filtered.
+    attached to it by type or name. It runs after every hook on the layer, so that a rule there covers the layer
+    alone. Parts of the relevance that go around the layer (skip connections) are not filtered.
 
     Examples
     --------
@@ -295,8 +299,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.virtual_layer is not None and self.virtual_layer.n_runs == 0:
             raise ValueError(
-                f"layer {self.virtual_layer.name!r} was not run in the forward pass of {type(module).__name__}; "
-                "choose a layer that is called as a module"
+                f"layer {self.virtual_layer.name!r} was not run in the forward pass of "
+                f"{type(module).__name__}; choose a layer that is called as a module"
             )
 
     def _before_layer(self, module: nn.Module, args: Any) -> None:

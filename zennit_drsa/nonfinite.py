@@ -64,6 +64,6 @@ def _origin(model: nn.Module, input: Tensor, attr_output_fn: Callable[[Tensor], 
     if kind == "activation":
         return f"the model's own activations do so already, first at the output of layer {name!r}"
     return (
-        f"they appeared first in the relevance that arrives at the output of layer {name!r}, from the rule above "
-        "it: look for a zero denominator there and raise the stabiliser"
+        f"they appeared first in the relevance that arrives at the output of layer {name!r}, from the rule "
+        "above it: look for a zero denominator there and raise the stabiliser"
     )

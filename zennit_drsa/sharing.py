@@ -8,7 +8,7 @@ computed that gradient in vain: `skipped_gradients` leaves it out. Neither chang
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -90,24 +90,36 @@ def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any)
 
 
 @contextmanager
-def shared_forwards(hooks: Iterable[Hook]) -> Iterator[None]:
+def shared_forwards(hooks: Iterable[Hook]) -> Iterator[Callable[[], None]]:
     """Share the modified forward passes of these hooks among all backward passes in this context.
 
     The passes must go back through one forward pass of the model. Values are those of the hooks themselves;
     products with zeros are left out. With `NONLINEAR_RULES` the first pass must be that of the whole: its signs
     decide for all passes, so that parts add up to the whole.
+
+    Yields
+    ------
+    function
+        To be called before each backward pass.
     """
+    signs: list[_SignPasses] = []
+
+    def start_pass() -> None:
+        for sign in signs:
+            sign.start_pass()
+
     with ExitStack() as stack:
         for hook in list(hooks):
             if type(hook).backward is BasicHook.backward:
                 backward = _BasicPasses(hook).backward
             elif type(hook) in NONLINEAR_RULES:
-                backward = _SignPasses(hook).backward
+                signs.append(_SignPasses(hook))
+                backward = signs[-1].backward
             else:
                 continue
             stack.callback(vars(hook).pop, "backward", None)
             hook.backward = backward
-        yield
+        yield start_pass
 
 
 class _BasicPasses:
@@ -153,20 +165,29 @@ class _BasicPasses:
 
 
 class _SignPasses:
-    """`ReLUDeconvNet` and `ReLUGuidedBackprop` with the signs of the first pass."""
+    """`ReLUDeconvNet` and `ReLUGuidedBackprop` with the signs of the first pass.
+
+    A module may run several times in a forward pass; every backward pass meets these runs in the same order.
+    """
 
     def __init__(self, hook: Hook) -> None:
         self.passes_own_gradient = isinstance(hook, ReLUGuidedBackprop)
-        self.positive: Tensor | None = None
+        self.positive: list[Tensor] = []
+        self.n_met = 0
+
+    def start_pass(self) -> None:
+        self.n_met = 0
 
     def backward(self, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
         gradient = grad_output[0]
         if gradient is None:
             return None
-        if self.positive is None:
-            self.positive = gradient > 0
+        if self.n_met == len(self.positive):
+            self.positive.append(gradient > 0)
+        positive = self.positive[self.n_met]
+        self.n_met += 1
         passed = grad_input[0] if self.passes_own_gradient else gradient
-        return None if passed is None else (passed * self.positive,)
+        return None if passed is None else (passed * positive,)
 
 
 def _vjp(output: Tensor, input: Tensor, gradient: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ class GraphRule(Hook):  # type: ignore[misc]
 class PositiveGamma(GraphRule):
     """LRP-γ for layers whose inputs are not negative: R_j = Σ_k a_j(w_jk + γw⁺_jk) / z_k · R_k (Note A).
 
-    The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes five
-    modified forward passes for that; behind a ReLU this one takes one. γ = 0 is LRP-0.
+    The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes
+    five modified forward passes for that; behind a ReLU this one takes one. γ = 0 is LRP-0.
     """
 
     def __init__(self, gamma: float = 0.25, stabilizer: float = 1e-9) -> None:
@@ -127,8 +127,8 @@ class PixelBox(GraphRule):
 class VGGGamma(Composite):  # type: ignore[misc]
     """LRP-γ as the paper sets it for VGG: γ = 0.5, 0.5, 0.25, 0.1, 0 by block and 0 in the head (Note D).
 
-    z^B at the input, winner-take-all pooling, batch norm merged into the convolution before it. For torchvision's
-    VGG family; blocks are told apart by their max-pooling.
+    z^B at the input, winner-take-all pooling, batch norm merged into the convolution before it. For
+    torchvision's VGG family; blocks are told apart by their max-pooling.
 
     Parameters
     ----------

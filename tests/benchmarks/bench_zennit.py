@@ -38,6 +38,7 @@ from zennit.types import Convolution, Linear, MaxPool
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
 
 from drsa_core import RandomSubspaces  # noqa: E402
+
 from zennit_drsa import DisentangledAttributor, VGGGamma  # noqa: E402
 
 LAYER = "features.22"  # Conv4_3 after ReLU
@@ -162,7 +163,9 @@ def main() -> None:
           f"the same γ, {zennit:.2f} s")  # fmt: skip
 
     if options.growth:
-        print("\n| composite | batch | one map [s] | " + " | ".join(f"K={k}" for k in (1, 2, 4, 8, 16)) + " |")
+        print(
+            "\n| composite | batch | one map [s] | " + " | ".join(f"K={k}" for k in (1, 2, 4, 8, 16)) + " |"
+        )
         print("|---" * 8 + "|")
         for name in ("VGGGamma", "EpsilonPlus"):
             for batch in (1, 2, 4):
