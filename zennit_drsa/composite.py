@@ -49,8 +49,8 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
         self.remove()
         if self.composite is not None and self.composite.handles:
             raise ValueError(
-                f"the {type(self.composite).__name__} is registered to a model already; leave its context (or "
-                "call its remove()) and pass it unregistered"
+                f"the {type(self.composite).__name__} is registered to a model already; leave its context "
+                "(or call its remove()) and pass it unregistered"
             )
         if next(hooks_by_module(module), None) is not None:
             raise ValueError(
@@ -64,7 +64,7 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
             raise
 
     def remove(self) -> None:
-        """Take everything off the model, the last thing first: canonizers may have changed the same weights."""
+        """Take everything off the model, last things first: canonizers may have changed the same weights."""
         self.handles.reverse()
         super().remove()
 

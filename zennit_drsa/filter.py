@@ -208,8 +208,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     a = 0, for relevance R (section 3.2), and U_kU_kᵀg for a gradient g (Note B.1).
 
     The virtual layer is a child "virtual_layer" of the layer, of type `VirtualLayer`, so that a rule can be
-    attached to it by type or name. It runs after every hook on the layer, so that a rule there covers the layer
-    alone. Parts of the relevance that go around the layer (skip connections) are not filtered.
+    attached to it by type or name. It runs after every hook on the layer, so that a rule there covers the
+    layer alone. Parts of the relevance that go around the layer (skip connections) are not filtered.
 
     Examples
     --------

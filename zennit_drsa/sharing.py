@@ -1,8 +1,8 @@
 """K backward passes through Zennit's rules for little more than the price of their vector-Jacobian products.
 
-Zennit's `BasicHook` repeats its modified forward passes in every backward pass, though they depend on the layer's
-input and weights alone: `shared_forwards` keeps them. And before a rule replaces a layer's gradient, autograd has
-computed that gradient in vain: `skipped_gradients` leaves it out. Neither changes a value.
+Zennit's `BasicHook` repeats its modified forward passes in every backward pass, though they depend on the
+layer's input and weights alone: `shared_forwards` keeps them. And before a rule replaces a layer's gradient,
+autograd has computed that gradient in vain: `skipped_gradients` leaves it out. Neither changes a value.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def shared_forwards(hooks: Iterable[Hook]) -> Iterator[Callable[[], None]]:
     """Share the modified forward passes of these hooks among all backward passes in this context.
 
     The passes must go back through one forward pass of the model. Values are those of the hooks themselves;
-    products with zeros are left out. With `NONLINEAR_RULES` the first pass must be that of the whole: its signs
-    decide for all passes, so that parts add up to the whole.
+    products with zeros are left out. With `NONLINEAR_RULES` the first pass must be that of the whole: its
+    signs decide for all passes, so that parts add up to the whole.
 
     Yields
     ------

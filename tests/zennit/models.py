@@ -15,7 +15,7 @@ def subspaces(n_features: int, n_subspaces: int = 3, dims: list[int] | None = No
 
 
 class Skip(nn.Module):
-    """Convolutions with in-place ReLUs, batch norm, pooling and a path around `inner`; two layers of 6 features."""
+    """Convolutions with in-place ReLUs, batch norm, pooling, a path around `inner`; 6 features throughout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,16 @@ class Skip(nn.Module):
         x = self.stem(x)
         x = x + self.inner(x)
         x = self.pool(self.relu(x))
-        return self.head(self.act(self.middle(x)).flatten(1))
+        x = self.act(self.middle(x))
+        output: Tensor = self.head(x.flatten(1))
+        return output
 
 
 def randomise_batch_norm(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean, 0, 0.1)
-            nn.init.uniform_(module.running_var, 0.5, 2)
+            module.running_mean = torch.randn(module.num_features) / 10
+            module.running_var = torch.rand(module.num_features) + 0.5
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias, 0, 0.1)
     return model

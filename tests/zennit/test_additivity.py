@@ -1,4 +1,4 @@
-"""Σ_k maps = the map of the wrapped attributor, for every composite in Zennit's registry, on three networks."""
+"""Σ_k maps = the map of the wrapped attributor, for every composite in Zennit's registry."""
 
 from __future__ import annotations
 

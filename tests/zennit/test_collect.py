@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from drsa_core import PairStore, context_from_relevance
@@ -26,7 +28,7 @@ def test_contexts_without_a_composite_are_gradients():
 def test_contexts_with_a_composite_are_relevance_over_activation():
     model, input = small_model(), small_input(3)
     a, c = collect(model, EpsilonPlus(), "pool", [input], 2, positions=None, progress=False)
-    measure = DisentangledComposite(EpsilonPlus(), "pool", subspaces(6))
+    measure: Any = DisentangledComposite(EpsilonPlus(), "pool", subspaces(6))
     with measure.context(model):
         measure.virtual_layer.recording = True
         out = model(input.clone().requires_grad_())
@@ -38,11 +40,15 @@ def test_contexts_with_a_composite_are_relevance_over_activation():
 
 
 def test_one_backward_pass_per_batch_that_stops_at_the_layer(monkeypatch):
-    model, passes = small_model(), []
+    model = small_model()
+    passes: list[int] = []
     grad = torch.autograd.grad
-    monkeypatch.setattr(
-        torch.autograd, "grad", lambda *args, **kwargs: passes.append(1) or grad(*args, **kwargs)
-    )
+
+    def counted(*args, **kwargs):
+        passes.append(1)
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
     collect(model, None, "pool", [small_input(), small_input()], 0, progress=False)
     assert len(passes) == 2
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -52,7 +58,7 @@ def test_targets_and_images():
     model, input = small_model(), small_input(5)
     labels = torch.tensor([1, 4, 0, 2, 2])
     batches = [(input[:2], labels[:2]), (input[2:], labels[2:])]
-    kwargs = {"positions": 4, "random_state": 3, "progress": False}
+    kwargs: dict[str, Any] = {"positions": 4, "random_state": 3, "progress": False}
     by_tensor = collect(model, EpsilonPlus(), "pool", batches, labels, **kwargs)
     by_function = collect(model, EpsilonPlus(), "pool", batches, lambda batch: batch[1], **kwargs)
     by_list = collect(model, EpsilonPlus(), "pool", batches, labels.tolist(), **kwargs)
@@ -77,7 +83,7 @@ def test_seeds():
 
 def test_an_interrupted_collection_goes_on(tmp_path):
     model, batches = small_model(), [small_input(), small_input(3), small_input(1)]
-    kwargs = {"positions": 3, "random_state": 0, "progress": False}
+    kwargs: dict[str, Any] = {"positions": 3, "random_state": 0, "progress": False}
     expected = collect(model, EpsilonPlus(), "pool", batches, 1, **kwargs)
 
     def breaking():

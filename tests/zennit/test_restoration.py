@@ -1,4 +1,4 @@
-"""The model comes back as it was: after success, errors and interrupts at every stage, and after many calls."""
+"""The model comes back as it was: after success, errors and interrupts at every stage, and many calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gamma(*canonizers: Canonizer) -> Composite:
     return EpsilonGammaBox(low=-3.0, high=3.0, canonizers=[SequentialMergeBatchNorm(), *canonizers])
 
 
-class Failing(Canonizer):
+class Failing(Canonizer):  # type: ignore[misc]
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
@@ -60,7 +60,7 @@ def test_faults_at_every_stage(monkeypatch, stage, error):
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before = model_state(model)
     composite = gamma(Failing(error)) if stage == "canonizer" else gamma()
-    attr_output = TARGET
+    attr_output: object = TARGET
     calls = {"n": 0}
 
     def fail(*args, **kwargs):

@@ -17,7 +17,7 @@ from zennit_drsa import VGGGamma
 from zennit_drsa.vgg import PixelBox, PositiveGamma
 
 
-def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor) -> Tensor:
+def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor):
     model = nn.Sequential(layer)
     return Gradient(model, NameMapComposite([(["0"], rule)]))(input, relevance)[1]
 
@@ -51,7 +51,7 @@ def test_pixel_rule_by_its_formula_and_zennits():
     for n in range(2):
         for j in range(4):
             terms = [
-                x[n, i] * w[i, j] - low[0, i] * max(w[i, j], 0) - high[0, i] * min(w[i, j], 0)
+                x[n, i] * w[i, j] - low[0, i] * w[i, j].clamp(min=0) - high[0, i] * w[i, j].clamp(max=0)
                 for i in range(5)
             ]
             for i in range(5):
@@ -73,7 +73,8 @@ def test_gamma_rule_is_zennits_behind_a_relu_where_outputs_are_positive(bias):
 
 def test_gamma_by_block():
     model = vgg16(weights=None, init_weights=False, num_classes=2)
-    composite, ctx, found = VGGGamma(), {}, []
+    composite, found = VGGGamma(), []
+    ctx: dict[str, int] = {}
     for name, module in model.named_modules():
         rule = composite.module_map(ctx, name, module)
         if isinstance(module, nn.MaxPool2d):
@@ -95,9 +96,10 @@ def test_relevance_is_conserved_without_biases(network):
     model = torchvision_model(network).double()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.zeros_(module.running_mean)
-        if isinstance(getattr(module, "bias", None), nn.Parameter):
-            nn.init.zeros_(module.bias)
+            module.running_mean = torch.zeros(module.num_features, dtype=torch.float64)
+        bias = getattr(module, "bias", None)
+        if isinstance(bias, nn.Parameter):
+            nn.init.zeros_(bias)
     before = model_state(model)
     input = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     output, relevance = Gradient(model, VGGGamma())(input, lambda out: out.detach())
