@@ -1,0 +1,131 @@
+"""`VGGGamma`: each rule against its formula, blocks, batch norm, and use as an ordinary Zennit composite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import vgg11, vgg16, vgg19_bn
+from zennit.attribution import Gradient
+from zennit.composites import COMPOSITES, NameMapComposite
+from zennit.core import Hook
+from zennit.rules import Gamma, ZBox
+
+from tests.model_state import model_state
+from tests.zennit.models import torchvision_model
+from zennit_drsa import VGGGamma
+from zennit_drsa.vgg import PixelBox, PositiveGamma
+
+
+def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor):
+    model = nn.Sequential(layer)
+    return Gradient(model, NameMapComposite([(["0"], rule)]))(input, relevance)[1]
+
+
+def dense(seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    layer = nn.Linear(5, 4).double()
+    return layer, torch.rand(2, 5).double(), torch.randn(2, 4).double()
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.1, 0.5])
+def test_gamma_rule_by_its_formula(gamma):
+    layer, a, r = dense()
+    w, b = layer.weight.T, layer.bias
+    expected = torch.zeros_like(a)
+    for n in range(2):
+        for k in range(4):
+            modified = [w[j, k] + gamma * max(w[j, k], 0) for j in range(5)]
+            z = sum(a[n, j] * modified[j] for j in range(5)) + b[k] + gamma * max(b[k], 0)
+            for j in range(5):
+                expected[n, j] += (a[n, j] * modified[j] / z * r[n, k]).detach()
+    # The stabiliser of 1e-9 is the only difference.
+    torch.testing.assert_close(propagate(layer, PositiveGamma(gamma), a, r), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_pixel_rule_by_its_formula_and_zennits():
+    layer, x, r = dense()
+    w = layer.weight.T
+    x, low, high = 2 * x - 1, torch.tensor([[-1.0, -1, -2, -1, -1]]), torch.tensor([[1.0, 2, 1, 1, 1]])
+    expected = torch.zeros_like(x)
+    for n in range(2):
+        for j in range(4):
+            terms = [
+                x[n, i] * w[i, j] - low[0, i] * w[i, j].clamp(min=0) - high[0, i] * w[i, j].clamp(max=0)
+                for i in range(5)
+            ]
+            for i in range(5):
+                expected[n, i] += (terms[i] / sum(terms) * r[n, j]).detach()
+    ours = propagate(layer, PixelBox(low, high), x, r)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours, propagate(layer, ZBox(low, high, stabilizer=1e-9), x, r))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gamma_rule_is_zennits_behind_a_relu_where_outputs_are_positive(bias):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 6, 3, stride=2, padding=1, bias=bias).double()
+    a = torch.rand(2, 4, 9, 9).double()
+    r = torch.randn(2, 6, 5, 5).double() * (layer(a) > 0)
+    ours = propagate(layer, PositiveGamma(0.25), a, r)
+    torch.testing.assert_close(ours, propagate(layer, Gamma(0.25, stabilizer=1e-9), a, r))
+
+
+def test_gamma_by_block():
+    model = vgg16(weights=None, init_weights=False, num_classes=2)
+    composite, found = VGGGamma(), []
+    ctx: dict[str, int] = {}
+    for name, module in model.named_modules():
+        rule = composite.module_map(ctx, name, module)
+        if isinstance(module, nn.MaxPool2d):
+            assert rule is None  # winner-take-all
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            found.append("zB" if isinstance(rule, PixelBox) else rule.gamma)
+    assert found == ["zB", 0.5, 0.5, 0.5, *[0.25] * 3, *[0.1] * 3, *[0.0] * 3, *[0.0] * 3]
+
+
+def test_bounds_come_from_mean_and_std():
+    rule = VGGGamma(mean=(0.5, 0.25), std=(0.5, 0.5)).module_map({}, "0", nn.Conv2d(2, 1, 1))
+    assert rule.low.flatten().tolist() == [-1.0, -0.5]
+    assert rule.high.flatten().tolist() == [1.0, 1.5]
+
+
+@pytest.mark.parametrize("network", ["vgg11", "vgg11_bn"])
+def test_relevance_is_conserved_without_biases(network):
+    """Merged batch norm without shift has no bias either; then Σ R = y, but for the stabilisers."""
+    model = torchvision_model(network).double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean = torch.zeros(module.num_features, dtype=torch.float64)
+        bias = getattr(module, "bias", None)
+        if isinstance(bias, nn.Parameter):
+            nn.init.zeros_(bias)
+    before = model_state(model)
+    input = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    output, relevance = Gradient(model, VGGGamma())(input, lambda out: out.detach())
+    assert model_state(model) == before
+    torch.testing.assert_close(relevance.flatten(1).sum(1), output.sum(1), rtol=1e-4, atol=1e-8)
+
+
+def test_it_is_in_zennits_registry_and_bad_arguments_are_named():
+    assert COMPOSITES["vgg_gamma"] is VGGGamma
+    with pytest.raises(ValueError, match="at least 0 per block"):
+        VGGGamma(gammas=[0.5, -1])
+    with pytest.raises(ValueError, match="std be positive"):
+        VGGGamma(std=(1.0, 0.0, 1.0))
+
+
+@pytest.mark.parametrize("factory", [vgg11, vgg19_bn])
+def test_every_member_of_the_family_has_five_blocks(factory):
+    model = factory(weights=None, init_weights=False, num_classes=2)
+    assert sum(isinstance(module, nn.MaxPool2d) for module in model.modules()) == 5
+
+
+def test_a_second_forward_pass_is_not_explained_with_the_first_ones_graph():
+    layer, a, r = dense()
+    model = nn.Sequential(layer)
+    attributor = Gradient(model, NameMapComposite([(["0"], PositiveGamma(0.5))]))
+    with attributor:
+        attributor(a, r)
+        second = attributor(2 * a + 1, r)[1]
+    torch.testing.assert_close(second, propagate(layer, PositiveGamma(0.5), 2 * a + 1, r))
