@@ -53,8 +53,9 @@ class PassRelevance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        a = function(z)
-        return a.clone() if a is z else a
+        value = z.detach()
+        a = function(value)
+        return a.clone() if a is value else a
 
     @staticmethod
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:

@@ -71,7 +71,7 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
                     continue
                 if type(module).__name__ in ("ScaledStdConv2d", "ScaledStdConv2dSame"):
                     self._edits.parameter(module, "weight", folded_weight(module))
-                    self._edits.attribute(module, "forward", _plain_forward(module))
+                    self._edits.attribute(module, "forward", plain_forward(module))
                 elif type(module).__name__ == "NormFreeBlock":
                     self._edits.child(module, "canonical_sum", Sum())
                     self._edits.attribute(module, "forward", _block_forward(module))
@@ -162,7 +162,7 @@ def _check_pooling(net: nn.Module) -> None:
         )
 
 
-def _plain_forward(conv: nn.Module) -> Callable[[Tensor], Tensor]:
+def plain_forward(conv: nn.Module) -> Callable[[Tensor], Tensor]:
     """Forward of a folded convolution. It looks its weight up at each call, as rules exchange parameters."""
     if not getattr(conv, "same_pad", False):
         return lambda x: nn.Conv2d.forward(conv, x)  # type: ignore[arg-type]
