@@ -21,7 +21,7 @@ THRESHOLD = 1e-3
 """Denominators of at most this size drop out (Note K, numerical stability)."""
 
 
-class GraphRule(Hook):  # type: ignore[misc]
+class ForwardRule(Hook):  # type: ignore[misc]
     """Zennit hook for a rule that is written as a graph of ordinary operations, built in the forward pass.
 
     Unlike Zennit's `BasicHook`, which computes its denominators anew in each backward pass, all backward passes share
@@ -43,7 +43,7 @@ class GraphRule(Hook):  # type: ignore[misc]
         return None
 
 
-class GeneralizedGamma(GraphRule):
+class GeneralizedGamma(ForwardRule):
     """Generalised LRP-γ for a linear module (Note K, cases 1, 2, 5 and 7).
 
     With contributions u_jk = a_j w_jk, the bias among them as a neuron of activation 1 (Note A), the rule is
@@ -106,7 +106,7 @@ class GeneralizedGamma(GraphRule):
         super().remove()
 
 
-class BoundedInput(GraphRule):
+class BoundedInput(ForwardRule):
     """LRP-z^B for the first convolution (Note K, case 6); its denominator carries no bias.
 
     R_p = Σ_j (x_p w_pj − l_p w⁺_pj − h_p w⁻_pj) / d_j · R_j, with d_j the sum of these terms over p.
@@ -158,7 +158,7 @@ class BoundedInput(GraphRule):
         return type(self)(self.low, self.high, self.threshold, self.bias)
 
 
-class PassLarge(GraphRule):
+class PassLarge(ForwardRule):
     """R(z) = R(a) for an orphan activation or a gate, and 0 where |z| ≤ threshold (Note K, cases 3 and 4).
 
     The module itself passes relevance on, since `NFNetCanonizer` made it so.
