@@ -103,7 +103,12 @@ class Diagnosis:
             ("non-finite values", self.non_finite),
             ("relevance lost or made without a rule", [f"{k} ({v:+.3g})" for k, v in self.drift.items()]),
         ]
-        lines = [f"LRP on this model: {'valid' if self.ok else 'NOT valid'}", "", "| what | found |", "|---|---|"]
+        lines = [
+            f"LRP on this model: {'valid' if self.ok else 'NOT valid'}",
+            "",
+            "| what | found |",
+            "|---|---|",
+        ]
         lines += [f"| {what} | {_shorten(names)} |" for what, names in findings]
         lines.append(f"| model in training mode | {'yes: call model.eval()' if self.in_training else 'no'} |")
         lines.append(f"| change of the logits by canonization | {self.logit_change:.1e} |")
@@ -114,11 +119,17 @@ class Diagnosis:
         own = [layer for layer in self.layers if layer.rule or (layer.name or "(model)") in self.drift]
         worst = sorted(own, key=lambda layer: -abs(layer.lost))[:8]
         shown = [layer for layer in own if layer in worst]
-        return "\n".join([*lines, "", "Where relevance changes most (all layers: `.table()`):", "", self.table(shown)])
+        return "\n".join(
+            [*lines, "", "Where relevance changes most (all layers: `.table()`):", "", self.table(shown)]
+        )
 
 
 def doctor(
-    model: nn.Module, composite: Composite, input: Tensor, target: int | Tensor | None = None, verbose: bool = True
+    model: nn.Module,
+    composite: Composite,
+    input: Tensor,
+    target: int | Tensor | None = None,
+    verbose: bool = True,
 ) -> Diagnosis:
     """Examine whether LRP with this composite is valid on this model; the model is left as it was.
 
@@ -142,7 +153,10 @@ def doctor(
     if not isinstance(input, Tensor) or not input.is_floating_point() or len(input) == 0:
         raise TypeError("input must be a floating-point tensor with at least one example")
     names = {module: name for name, module in model.named_modules()}
-    statistics = {m: m.running_var.data_ptr() for m in names if isinstance(m, _NORMS) and m.running_var is not None}
+    statistics = {
+        m: m.running_var.data_ptr() for m in names if isinstance(m, _NORMS) and m.running_var is not None
+    }
+    own_forward = {module for module in names if "forward" in vars(module)}
     with torch.no_grad(), _evaluation(model):
         original = model(input)
     if original.ndim != 2:
@@ -154,20 +168,24 @@ def doctor(
             modules = dict(model.named_modules())
             names |= {module: name for name, module in modules.items()}
             rules = {module: rule for module in modules.values() if (rule := _rule(module)) is not None}
+            replaced = {m for m in modules.values() if "forward" in vars(m) and m not in own_forward}
+            # A layer whose canonical form has a rule of its own, such as layer norm.
+            rules |= {m: "canonical form" for m in replaced - rules.keys() if _is_affine_leaf(m)}
             examination.watch(modules, stack)
             x = input.detach().clone().requires_grad_()
             output = model(x)
-            chosen = output.detach().argmax(1) if target is None else torch.as_tensor(target, device=output.device)
+            chosen = (
+                output.detach().argmax(1) if target is None else torch.as_tensor(target, device=output.device)
+            )
             start = output.detach() * nn.functional.one_hot(chosen.expand(len(output)), output.shape[1])
             torch.autograd.grad(output, x, start, allow_unused=True)
             unmerged = [
                 names[module]
                 for module in examination.order
                 if isinstance(module, _NORMS)
-                and rules.get(module, "Pass") == "Pass"
+                and rules.get(module, "Pass") in ("Pass", "canonical form")
                 and not _is_merged(module, statistics.get(module))
             ]
-            replaced = {module for module in modules.values() if "forward" in vars(module)}
             layers = examination.layers(names, rules)
     return _conclude(
         model,
@@ -178,7 +196,9 @@ def doctor(
             f"{name or '(model)'} ({kind}: {', '.join(sorted(ops))})" for (name, kind), ops in calls.items()
         ],
         canonical={names[module] for module in replaced},
-        non_finite=[names[module] or "(model)" for module in examination.order if module in examination.non_finite],
+        non_finite=[
+            names[module] or "(model)" for module in examination.order if module in examination.non_finite
+        ],
         logit_change=float((output.detach() - original).abs().max() / original.abs().max().clamp(min=1e-30)),
         verbose=verbose,
     )
@@ -285,7 +305,9 @@ class _Examination:
             if not bool(output.isfinite().all()):
                 self.non_finite.add(module)
             if output.requires_grad:
-                output.register_hook(lambda relevance: self._note(self.received, module, relevance, magnitude=True))
+                output.register_hook(
+                    lambda relevance: self._note(self.received, module, relevance, magnitude=True)
+                )
 
     def _note(
         self, counter: Counter[nn.Module], module: nn.Module, relevance: Tensor, magnitude: bool = False
@@ -316,7 +338,9 @@ class _FunctionalCalls(TorchFunctionMode):
         return result
 
 
-def _functional_calls(model: nn.Module, composite: Composite, input: Tensor) -> dict[tuple[str, str], set[str]]:
+def _functional_calls(
+    model: nn.Module, composite: Composite, input: Tensor
+) -> dict[tuple[str, str], set[str]]:
     """Functional operations of the canonized model outside of modules with a rule, by module."""
     own_forward = {module for module in model.modules() if "forward" in vars(module)}
     with composite.context(model):
@@ -347,6 +371,10 @@ def _rule(module: nn.Module) -> str | None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Hook)]
     return type(owners[0]).__name__ if owners else None
+
+
+def _is_affine_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None and getattr(module, "bias", None) is not None
 
 
 def _is_merged(norm: nn.Module, statistics: int | None) -> bool:

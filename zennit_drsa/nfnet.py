@@ -137,9 +137,10 @@ class BoundedInput(ForwardRule):
             return None
         weight = module.get_parameter("weight").detach()
         low, high = (_bound(bound, name, x) for bound, name in ((self.low, "low"), (self.high, "high")))
-        if bool((x < low).any()) or bool((x > high).any()):
+        values = x.detach()
+        if bool((values < low).any()) or bool((values > high).any()):
             warnings.warn(
-                f"the input ranges from {float(x.min()):.4g} to {float(x.max()):.4g} and leaves [low, high]: the z^B rule "
+                f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves [low, high]: the z^B rule "
                 "at the first convolution is made for inputs in that box. Normalise low and high as the input",
                 stacklevel=2,
             )
@@ -148,7 +149,7 @@ class BoundedInput(ForwardRule):
             with _parameters(module, {"weight": weight, "bias": None}):
                 return module.forward(TimesInput.apply(x, value))  # type: ignore[no-untyped-call, no-any-return]
 
-        denominator = term(x.detach(), weight) - term(low, weight.clamp(min=0)) - term(high, weight.clamp(max=0))
+        denominator = term(values, weight) - term(low, weight.clamp(min=0)) - term(high, weight.clamp(max=0))
         if self.bias == "authors" and module.bias is not None:
             denominator = denominator - module.get_parameter("bias").detach().view(-1, 1, 1)
         return OverDenominator.apply(denominator, output.detach(), self.threshold)  # type: ignore[no-untyped-call, no-any-return]

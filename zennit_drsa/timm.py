@@ -22,12 +22,33 @@ FAMILIES = {
     "ConvNeXt": "ConvNeXt",
 }
 
-_SKIP_BLOCKS = ("ConvBnAct", "DepthwiseSeparableConv", "InvertedResidual", "UniversalInvertedResidual", "EdgeResidual")
+_SKIP_BLOCKS = (
+    "ConvBnAct",
+    "DepthwiseSeparableConv",
+    "InvertedResidual",
+    "UniversalInvertedResidual",
+    "EdgeResidual",
+)
 # Modules of timm that only call their children one after the other, or concatenate.
 _CONTAINERS = (
     *FAMILIES,
-    *("RegStage", "DenseBlock", "DenseLayer", "DenseTransition", "ConvNeXtStage", "Downsample", "DownsampleAvg"),
-    *("ConvNormAct", "Mlp", "SelectAdaptivePool2d", "ClassifierHead", "NormMlpClassifierHead", "BatchNormAct2d"),
+    *(
+        "RegStage",
+        "DenseBlock",
+        "DenseLayer",
+        "DenseTransition",
+        "ConvNeXtStage",
+        "Downsample",
+        "DownsampleAvg",
+    ),
+    *(
+        "ConvNormAct",
+        "Mlp",
+        "SelectAdaptivePool2d",
+        "ClassifierHead",
+        "NormMlpClassifierHead",
+        "BatchNormAct2d",
+    ),
 )
 # Layers of timm that are subclasses of a layer which composites know, or through which a gradient is relevance.
 _LAYERS = ("Linear", "Conv2dSame", "AvgPool2dSame", "MaxPool2dSame", "FastAdaptiveMaxPool")
@@ -157,7 +178,9 @@ def _find_networks(root_module: nn.Module) -> list[nn.Module]:
     try:
         from timm.models import convnext, densenet, efficientnet, mobilenetv3, regnet, resnet
     except ImportError as error:
-        raise ImportError("TimmCanonizer is for models of timm: pip install 'captum-zennit-drsa[timm]'") from error
+        raise ImportError(
+            "TimmCanonizer is for models of timm: pip install 'captum-zennit-drsa[timm]'"
+        ) from error
     classes = (
         *(efficientnet.EfficientNet, mobilenetv3.MobileNetV3, resnet.ResNet),
         *(regnet.RegNet, densenet.DenseNet, convnext.ConvNeXt),

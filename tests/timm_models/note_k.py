@@ -63,10 +63,14 @@ class NoteK:
         b = None if b is None else b.detach()
         gamma, w_pos, w_neg = self.gamma, w.clamp(min=0), w.clamp(max=0)
 
-        def branch(favoured: Callable[[Tensor], Tensor], w_for_pos: Tensor, w_for_neg: Tensor) -> tuple[Tensor, Down]:
+        def branch(
+            favoured: Callable[[Tensor], Tensor], w_for_pos: Tensor, w_for_neg: Tensor
+        ) -> tuple[Tensor, Down]:
             a_pos, a_neg = a.clamp(min=0).requires_grad_(), a.clamp(max=0).requires_grad_()
             # The weight of a pooling layer is 1/n > 0 and not in `w`: scale its result instead.
-            d = f(a_pos, w_for_pos, None) * _scalar(w, w_for_pos) + f(a_neg, w_for_neg, None) * _scalar(w, w_for_neg)
+            d = f(a_pos, w_for_pos, None) * _scalar(w, w_for_pos) + f(a_neg, w_for_neg, None) * _scalar(
+                w, w_for_neg
+            )
             if b is not None:
                 d = d + (b + gamma * favoured(b)).view(-1, *(1,) * (d.ndim - 2))
 
@@ -135,7 +139,9 @@ class NoteK:
             shortcut = a
             if not isinstance(b.downsample.pool, nn.Identity):
                 pool = b.downsample.pool
-                shortcut, down = self.linear(lambda t, w, _: pool(t), shortcut, torch.ones((), dtype=x.dtype), None)
+                shortcut, down = self.linear(
+                    lambda t, w, _: pool(t), shortcut, torch.ones((), dtype=x.dtype), None
+                )
                 downs_short.append(down)
             shortcut, down = self.conv(b.downsample.conv, shortcut)
             downs_short.append(down)

@@ -36,7 +36,9 @@ def small_nfnet(meta: dict[str, Any], negative_gains: bool = False) -> nn.Module
     perturb(model, 7, negative_gains)
     if not negative_gains:
         for name, check in meta["weight_checksums"].items():
-            assert float(model.get_parameter(name).detach().double().sum()) == pytest.approx(check["sum"], rel=1e-5, abs=1e-6)
+            assert float(model.get_parameter(name).detach().double().sum()) == pytest.approx(
+                check["sum"], rel=1e-5, abs=1e-6
+            )
     return model
 
 
@@ -56,7 +58,14 @@ def test_heatmap_of_the_paper(index):
 
 @pytest.mark.parametrize(
     ("key", "gamma"),
-    [("0", 0.1), ("1", 0.1), ("gamma0.0_0", 0.0), ("gamma0.01_0", 0.01), ("gamma1.0_0", 1.0), ("neggain_effective_0", 0.1)],
+    [
+        ("0", 0.1),
+        ("1", 0.1),
+        ("gamma0.0_0", 0.0),
+        ("gamma0.01_0", 0.01),
+        ("gamma1.0_0", 1.0),
+        ("neggain_effective_0", 0.1),
+    ],
 )
 def test_heatmap_with_the_authors_biases(key, gamma):
     arrays, meta = golden.load("nfnet_small")
@@ -77,7 +86,9 @@ def test_activation_context_and_maps_by_concept(index, stage):
     subspaces = Subspaces(basis, [basis.shape[1] // 4] * 4)
     taken: list[Tensor] = []
     with NFNetGamma(LOW, HIGH, bias="authors").context(model):
-        handle = model.get_submodule(f"stages.{stage}").register_forward_hook(lambda *args: taken.append(args[2]))
+        handle = model.get_submodule(f"stages.{stage}").register_forward_hook(
+            lambda *args: taken.append(args[2])
+        )
         output = model(x)
         handle.remove()
         (a,) = taken
@@ -114,7 +125,9 @@ def test_maps_of_the_attributor(stage):
 
 def load_parameters(module: nn.Module, arrays: dict[str, Any], key: str) -> nn.Module:
     prefix = f"{key}/param."
-    module.load_state_dict({n[len(prefix) :]: torch.from_numpy(v) for n, v in arrays.items() if n.startswith(prefix)})
+    module.load_state_dict(
+        {n[len(prefix) :]: torch.from_numpy(v) for n, v in arrays.items() if n.startswith(prefix)}
+    )
     return module.double().eval()
 
 
@@ -134,7 +147,9 @@ def build(key: str, arrays: dict[str, Any]) -> tuple[nn.Module, Any]:
 
     gamma = GeneralizedGamma(0.1, bias="authors")
     if key == "1_conv_act":
-        return folded(load_parameters(ScaledStdConv2dSame(6, 8, 3, stride=2, groups=2, eps=1e-5), arrays, key)), gamma
+        return folded(
+            load_parameters(ScaledStdConv2dSame(6, 8, 3, stride=2, groups=2, eps=1e-5), arrays, key)
+        ), gamma
     if key == "2_orphan_conv":
         return folded(load_parameters(ScaledStdConv2dSame(6, 10, 1, eps=1e-5), arrays, key)), gamma
     if key == "2_fc":
@@ -157,7 +172,16 @@ def build(key: str, arrays: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize(
     "key",
-    ["1_conv_act", "2_orphan_conv", "2_fc", "3_orphan_act", "4_attention", "6_zB", "7_avgpool2_ceil", "7_globalpool"],
+    [
+        "1_conv_act",
+        "2_orphan_conv",
+        "2_fc",
+        "3_orphan_act",
+        "4_attention",
+        "6_zB",
+        "7_avgpool2_ceil",
+        "7_globalpool",
+    ],
 )
 def test_each_case_alone(key):
     arrays, _ = golden.load("nfnet_rules")
@@ -171,7 +195,9 @@ def test_each_case_alone(key):
     assert close(output, arrays[f"{key}/out"], 1e-6)
     # R(z) = R(a): the pair of convolution and activation hands the relevance of the activation to the rule.
     (relevance,) = torch.autograd.grad(z, a, output * torch.from_numpy(arrays[f"{key}/grad_out"]))
-    assert close(relevance, arrays[f"{key}/rel_in0"], 1e-6)  # the program ran in float64 and was stored in float32
+    assert close(
+        relevance, arrays[f"{key}/rel_in0"], 1e-6
+    )  # the program ran in float64 and was stored in float32
 
 
 def test_shortcut_alone():
