@@ -2,8 +2,25 @@
 
 from drsa_core.nfnet import NFNetCanonizer
 
+from .attributor import DisentangledAttributor
+from .collect import collect
+from .composite import DisentangledComposite
 from .doctor import doctor
+from .filter import RelevanceLossWarning, SubspaceFilter, VirtualLayer
 from .nfnet import NFNetGamma
 from .timm import TimmCanonizer
+from .vgg import VGGGamma
 
-__all__ = ["NFNetCanonizer", "NFNetGamma", "TimmCanonizer", "doctor"]
+__all__ = [
+    "DisentangledAttributor",
+    "DisentangledComposite",
+    "NFNetCanonizer",
+    "NFNetGamma",
+    "RelevanceLossWarning",
+    "SubspaceFilter",
+    "TimmCanonizer",
+    "VGGGamma",
+    "VirtualLayer",
+    "collect",
+    "doctor",
+]

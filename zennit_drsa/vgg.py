@@ -1,0 +1,186 @@
+"""`VGGGamma`: the paper's LRP-γ for the VGG family (Notes A and D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zennit.canonizers import Canonizer
+from zennit.composites import layer_map_base, register_composite
+from zennit.core import Composite, Hook, ParamMod, Stabilizer
+from zennit.rules import ClampMod, GammaMod, NoMod
+from zennit.torchvision import VGGCanonizer
+from zennit.types import Convolution, MaxPool
+
+# ImageNet's statistics, with which torchvision's weights expect their input to be normalised.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class GraphRule(Hook):  # type: ignore[misc]
+    """A rule R_j = Σ_s x_s ⊙ ∂z/∂x_s · (R ⊘ z), whose graph of z serves every backward pass of one forward.
+
+    Subclasses say which inputs x_s enter and what z is. K backward passes cost one modified forward pass and
+    K vector-Jacobian products.
+    """
+
+    def __init__(self, stabilizer: float = 1e-9) -> None:
+        super().__init__()
+        self.stabilizer = stabilizer
+        self._graph: tuple[list[Tensor], Tensor, Tensor] | None = None
+
+    def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Inputs that require gradients, and the denominator z as a function of them."""
+        raise NotImplementedError
+
+    def forward(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Remember the layer's input; the graph of the last forward pass is out of date."""
+        self.stored_tensors["input"] = input
+        self._graph = None
+
+    def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor | None, ...]:
+        """Redistribute the relevance that arrives in `grad_output`."""
+        relevance = grad_output[0]
+        higher_order = relevance.requires_grad
+        graph = None if higher_order else self._graph
+        if graph is None:
+            input = self.stored_tensors["input"][0]
+            with torch.enable_grad():
+                inputs, z = self.graph(module, input.clone() if higher_order else input.detach())
+                stabilized = Stabilizer.ensure(self.stabilizer)(z)
+            graph = inputs, z, stabilized if higher_order else stabilized.detach()
+        if not higher_order:
+            self._graph = graph
+        inputs, z, denominator = graph
+        gradients = torch.autograd.grad(
+            z, inputs, relevance / denominator, retain_graph=True, create_graph=higher_order
+        )
+        products = [input * gradient for input, gradient in zip(inputs, gradients, strict=True)]
+        result = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+        if not higher_order:
+            result = result.detach()
+        return (result, *[None] * (len(grad_input) - 1))
+
+    def remove(self) -> None:
+        """Let go of all tensors."""
+        super().remove()
+        self._graph = None
+
+
+class PositiveGamma(GraphRule):
+    """LRP-γ for layers whose inputs are not negative: R_j = Σ_k a_j(w_jk + γw⁺_jk) / z_k · R_k (Note A).
+
+    The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes five
+    modified forward passes for that; behind a ReLU this one takes one. γ = 0 is LRP-0.
+    """
+
+    def __init__(self, gamma: float = 0.25, stabilizer: float = 1e-9) -> None:
+        super().__init__(stabilizer)
+        self.gamma = gamma
+
+    def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
+        """z_k = Σ_{0,j} a_j (w_jk + γ w⁺_jk)."""
+        input.requires_grad_()
+        modifier = GammaMod(self.gamma, min=0.0) if self.gamma else NoMod()
+        return [input], _modified(module, modifier, input)
+
+    def copy(self) -> PositiveGamma:
+        """A rule with the same parameters."""
+        return PositiveGamma(self.gamma, self.stabilizer)
+
+
+class PixelBox(GraphRule):
+    """The z^B-rule for pixels in [l, h]: z_j = Σ_i x_i w_ij − l_i w⁺_ij − h_i w⁻_ij (Note A). It has no bias.
+
+    Parameters
+    ----------
+    low, high : tensor
+        Lowest and highest pixel values, broadcast to the input, e.g. of shape (1, 3, 1, 1).
+    """
+
+    def __init__(self, low: Tensor, high: Tensor, stabilizer: float = 1e-9) -> None:
+        super().__init__(stabilizer)
+        self.low, self.high = low, high
+
+    def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The three terms of z; those of l and h carry their minus sign in the graph."""
+        low, high = (bound.to(input).expand_as(input).clone() for bound in (self.low, self.high))
+        inputs = [tensor.requires_grad_() for tensor in (input, low, high)]
+        no_bias = {"zero_params": ["bias"]}
+        z = (
+            _modified(module, NoMod(**no_bias), input)
+            - _modified(module, ClampMod(min=0.0, **no_bias), low)
+            - _modified(module, ClampMod(max=0.0, **no_bias), high)
+        )
+        return inputs, z
+
+    def copy(self) -> PixelBox:
+        """A rule with the same parameters."""
+        return PixelBox(self.low, self.high, self.stabilizer)
+
+
+@register_composite("vgg_gamma")
+class VGGGamma(Composite):  # type: ignore[misc]
+    """LRP-γ as the paper sets it for VGG: γ = 0.5, 0.5, 0.25, 0.1, 0 by block and 0 in the head (Note D).
+
+    z^B at the input, winner-take-all pooling, batch norm merged into the convolution before it. For torchvision's
+    VGG family; blocks are told apart by their max-pooling.
+
+    Parameters
+    ----------
+    gammas : sequence of float
+        γ of each convolutional block; further blocks have the last one. Dense layers have γ = 0.
+    mean, std : sequence of float, one per input channel
+        Normalisation of the input, which gives the bounds (0 − mean)/std and (1 − mean)/std of z^B.
+    stabilizer : float
+        Added to denominators with their sign. Zennit's usual 1e-6 is visible in maps of small relevance.
+    canonizers : sequence of Canonizer, optional
+        Applied after that which merges batch norm.
+    """
+
+    def __init__(
+        self,
+        gammas: Sequence[float] = (0.5, 0.5, 0.25, 0.1, 0.0),
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        stabilizer: float = 1e-9,
+        canonizers: Sequence[Canonizer] | None = None,
+    ) -> None:
+        if not len(gammas) or any(gamma < 0 for gamma in gammas):
+            raise ValueError(f"gammas must be one number of at least 0 per block, got {tuple(gammas)}")
+        if len(mean) != len(std) or any(s <= 0 for s in std):
+            raise ValueError(
+                f"mean and std must have one entry per input channel and std be positive, got mean "
+                f"{tuple(mean)} and std {tuple(std)}"
+            )
+        low, high = (
+            torch.tensor([(pixel - m) / s for m, s in zip(mean, std, strict=True)], dtype=torch.float64)
+            for pixel in (0.0, 1.0)
+        )
+        shape = (1, -1, 1, 1)
+        self._first = PixelBox(low.view(shape), high.view(shape), stabilizer)
+        self._blocks = [PositiveGamma(gamma, stabilizer) for gamma in gammas]
+        self._head = PositiveGamma(0.0, stabilizer)
+        self._others = layer_map_base(stabilizer)
+        super().__init__(self._mapping, [VGGCanonizer(), *(canonizers or ())])
+
+    def _mapping(self, ctx: dict[str, int], name: str, module: nn.Module) -> Hook | None:
+        if isinstance(module, MaxPool):
+            ctx["pools"] = ctx.get("pools", 0) + 1
+            return None  # the gradient of max-pooling is winner-take-all
+        if isinstance(module, Convolution):
+            ctx["convolutions"] = ctx.get("convolutions", 0) + 1
+            if ctx["convolutions"] == 1:
+                return self._first
+            return self._blocks[min(ctx.get("pools", 0), len(self._blocks) - 1)]
+        if isinstance(module, nn.Linear):
+            return self._head
+        return next((hook for types, hook in self._others if isinstance(module, types)), None)
+
+
+def _modified(module: nn.Module, modifier: ParamMod, input: Tensor) -> Tensor:
+    with modifier(module) as modified:
+        output: Tensor = modified.forward(input)
+    return output
