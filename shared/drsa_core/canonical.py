@@ -1,7 +1,8 @@
-"""What canonizers share: edits of a model that can be taken back, and functions that carry relevance backwards.
+"""What canonizers share: edits of a model that can be taken back, and functions that carry relevance
+backwards.
 
-As in Zennit, relevance travels in the gradient slot: what a function here receives in its backward pass is the
-relevance of its output, what it returns is the relevance of its input.
+As in Zennit, relevance travels in the gradient slot: what a function here receives in its backward pass is
+the relevance of its output, what it returns is the relevance of its input.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _MISSING = object()
 
 
 class ModuleEdits:
-    """Changes to the modules of a model, undone in reverse order; parameters are replaced, never written to."""
+    """Changes to the modules of a model, undone in reverse; parameters are replaced, never written to."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[dict[str, Any], str, Any]] = []
@@ -65,8 +66,8 @@ class PassRelevance(torch.autograd.Function):
 class TimesInput(torch.autograd.Function):
     """`value` forwards; backwards, the gradient for `value` becomes relevance, R(a) = value · gradient.
 
-    The entry of a rule that is written as a graph of ordinary operations. `value` is a itself, or what stands in its
-    place (the bounds of the z^B rule).
+    The entry of a rule that is written as a graph of ordinary operations. `value` is a itself, or what stands
+    in its place (the bounds of the z^B rule).
     """
 
     @staticmethod
@@ -81,7 +82,8 @@ class TimesInput(torch.autograd.Function):
 
 
 class OverDenominator(torch.autograd.Function):
-    """`output` forwards; backwards, relevance becomes a gradient, R / d, and 0 where |d| ≤ `threshold` (Note K).
+    """`output` forwards; backwards, relevance becomes a gradient, R / d, and 0 where |d| ≤ `threshold` (Note
+    K).
 
     The exit of a rule that is written as a graph of ordinary operations, which ends in the denominator d.
     """
@@ -99,7 +101,7 @@ class OverDenominator(torch.autograd.Function):
 
 
 class DropSmall(torch.autograd.Function):
-    """Identity forwards; backwards, relevance is dropped where |z| ≤ `threshold` (Note K, numerical stability)."""
+    """Identity forwards; backwards, relevance is dropped where |z| ≤ `threshold` (end of Note K)."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, threshold: float) -> Tensor:
@@ -114,7 +116,7 @@ class DropSmall(torch.autograd.Function):
 
 def passing(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """`function(z)`, through which relevance passes unchanged."""
-    return PassRelevance.apply(z, function)  # type: ignore[no-any-return, no-untyped-call]
+    return PassRelevance.apply(z, function)  # type: ignore[no-any-return]
 
 
 def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:

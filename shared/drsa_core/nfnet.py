@@ -13,7 +13,10 @@ from zennit.layer import Sum
 
 from .canonical import ModuleEdits, passing, passing_forward
 
-FAMILIES = "dm_nfnet_f*, nfnet_f*, nfnet_l0, eca_nfnet_l*, nf_resnet*, nf_seresnet*, nf_ecaresnet*, nf_regnet_b*, test_nfnet"
+FAMILIES = (
+    "dm_nfnet_f*, nfnet_f*, nfnet_l0, eca_nfnet_l*, nf_resnet*, nf_seresnet*, nf_ecaresnet*, nf_regnet_b*, "
+    "test_nfnet"
+)
 
 
 class NFNetCanonizer(Canonizer):  # type: ignore[misc]
@@ -26,8 +29,8 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
     * squeeze-excite and ECA layers are gates: relevance goes through their input z alone;
     * the shortcut of each block is an explicit `zennit.layer.Sum` named `canonical_sum`.
 
-    Everything that is left (convolutions, the linear layer, average pooling, sums) is linear and has a Zennit type,
-    so that any composite can be used; `zennit_drsa.NFNetGamma` has the rules of the paper.
+    Everything that is left (convolutions, the linear layer, average pooling, sums) is linear and has a Zennit
+    type, so that any composite can be used; `zennit_drsa.NFNetGamma` has the rules of the paper.
 
     While the canonizer is applied, the backward pass of the model carries relevance: it is not its gradient.
     """
@@ -96,24 +99,24 @@ def find_nfnets(root_module: nn.Module) -> list[nn.Module]:
     nets = [module for module in root_module.modules() if isinstance(module, NormFreeNet)]
     if not nets:
         raise ValueError(
-            f"there is no NFNet in this {type(root_module).__name__}; supported are timm's families {FAMILIES}. "
-            "For timm's batch-normalised models see zennit_drsa.TimmCanonizer"
+            f"there is no NFNet in this {type(root_module).__name__}; supported are timm's families "
+            f"{FAMILIES}. For timm's batch-normalised models see zennit_drsa.TimmCanonizer"
         )
     return nets
 
 
-def folded_weight(conv: nn.Module) -> Tensor:
-    """Effective weight of a `ScaledStdConv2d`: gain · γ/√fan-in · (w − mean) / √(var + eps), per output channel."""
-    weight, gain = conv.get_parameter("weight"), conv.get_parameter("gain")
+def folded_weight(conv: Any) -> Tensor:
+    """Effective weight of a `ScaledStdConv2d`: gain · γ/√fan-in · (w − mean) / √(var + eps), by channel."""
+    weight: Tensor = conv.weight
     with torch.no_grad():
         return F.batch_norm(
             weight.reshape(1, len(weight), -1),
             running_mean=None,
             running_var=None,
-            weight=(gain * conv.scale).view(-1),
+            weight=(conv.gain * conv.scale).view(-1),
             training=True,
             momentum=0.0,
-            eps=conv.eps,  # type: ignore[arg-type]
+            eps=conv.eps,
         ).reshape_as(weight)
 
 
@@ -158,7 +161,8 @@ def _check_pooling(net: nn.Module) -> None:
     pool_type = net.head.global_pool.pool_type  # type: ignore[union-attr]
     if pool_type not in ("avg", "fastavg", "fast", "max", "fastmax", ""):
         raise ValueError(
-            f"the NFNet pools by {pool_type!r}, a sum without a rule; create it with global_pool='avg' or 'max'"
+            f"the NFNet pools by {pool_type!r}, a sum without a rule; create it with "
+            "global_pool='avg' or 'max'"
         )
 
 
@@ -175,10 +179,10 @@ def plain_forward(conv: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _block_forward(block: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Forward of a `NormFreeBlock`: its layers as they are, its scalings passing relevance, its sum explicit."""
+    """Forward of a `NormFreeBlock`: its layers as they are, scalings passing relevance, its sum explicit."""
 
     def attention(gate: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-        return passing(gate(z), lambda a: block.attn_gain * a)  # type: ignore[operator, no-any-return]
+        return passing(gate(z), lambda a: block.attn_gain * a)  # type: ignore[operator]
 
     def scale_residual(z: Tensor) -> Tensor:
         z = block.drop_path(z)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""K maps on NFNet-F0: one map, K maps with a shared forward graph, K maps by repetition. Prints a Markdown table."""
+"""K maps on an NFNet with a shared forward graph, beside one map and K maps by repetition."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def interleaved(runs: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="dm_nfnet_f0", help="a timm NFNet (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=192, help="height and width of the image (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=192, help="side of the image (default: %(default)s)")
     parser.add_argument("--layer", default="stages.2", help="layer to split (default: %(default)s)")
-    parser.add_argument("--concepts", type=int, default=4, help="number K of concepts (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each way (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: %(default)s)")
+    parser.add_argument("--concepts", type=int, default=4, help="number K (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -52,7 +52,8 @@ def main() -> None:
     x = torch.rand(1, 3, options.size, options.size) * 2 - 1
     composite = NFNetGamma(-1.0, 1.0)
     n_features = width(model, options.layer, x)
-    subspaces: Subspaces = RandomSubspaces(options.concepts, random_state=0).fit(torch.randn(2, n_features)).subspaces_
+    solver = RandomSubspaces(options.concepts, random_state=0)
+    subspaces: Subspaces = solver.fit(torch.randn(2, n_features)).subspaces_
 
     def start(output: Tensor) -> Tensor:
         return output * nn.functional.one_hot(output.detach().argmax(1), output.shape[1])
@@ -75,8 +76,9 @@ def main() -> None:
     difference = (shared() - repetition()).abs().max() / repetition().abs().max()
     runs = {"one map": one_map, f"K = {options.concepts} maps": shared, "K maps by repetition": repetition}
     seconds = interleaved(runs, options.repeats)
-    print(f"{options.model}, {options.size}×{options.size}, {options.layer}, {torch.get_num_threads()} thread(s), "
-          f"median of {options.repeats}; largest difference between both ways {difference:.0e}\n")
+    threads = torch.get_num_threads()
+    setting = f"{options.model}, {options.size}×{options.size}, {options.layer}, {threads} thread(s)"
+    print(f"{setting}, median of {options.repeats}; both ways differ by {difference:.0e} of the maximum\n")
     print("| way | seconds | × one map |")
     print("|---|---|---|")
     base = statistics.median(seconds["one map"])

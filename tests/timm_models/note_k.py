@@ -1,8 +1,8 @@
 """Note K once more, as slow and as literal as its formulas: w⁺, w⁻, a⁺, a⁻, both branches, layer by layer.
 
-Nothing here is shared with the library: weights are standardised and padded by hand, and relevance is handed down by
-closures instead of a modified gradient. Each layer returns its output and a function from the relevance of that output
-to the relevance of its input.
+Nothing here is shared with the library: weights are standardised and padded by hand, and relevance is handed
+down by closures instead of a modified gradient. Each layer returns its output and a function from the
+relevance of that output to the relevance of its input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`NFNetCanonizer` and `NFNetGamma`: the model stays what it was, relevance is conserved, bad input is named."""
+"""`NFNetCanonizer`, `NFNetGamma`: the model stays what it was, relevance is conserved, bad input is named."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_any_zennit_composite_conserves_relevance_on_the_canonical_form():
 
 def test_a_convolution_is_plain_while_canonized():
     model, x = nfnet("dm_nfnet_f0"), torch.randn(1, 3, 15, 15)
-    conv = model.get_submodule("stem.conv1")
+    conv: Any = model.get_submodule("stem.conv1")
     expected = conv(x)
     (instance,) = NFNetCanonizer().apply(model)
     assert torch.equal(conv(x), expected)
@@ -176,7 +177,7 @@ def test_an_unknown_attention_layer_is_named():
 
 
 def test_pooling_by_a_sum_is_named():
-    with pytest.raises(ValueError, match="'avgmax'.*global_pool='avg'"):
+    with pytest.raises(ValueError, match=r"'avgmax'.*global_pool='avg'"):
         NFNetCanonizer().apply(nfnet("test_nfnet", global_pool="avgmax"))
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-
 from drsa_core import Subspaces, filter_relevance
 from drsa_core.canonical import DropSmall, ModuleEdits, passing, passing_forward
 from drsa_core.nfnet import folded_weight, plain_forward
+from torch import Tensor, nn
+
 from tests import golden
 
 from .zoo import HIGH, LOW, MEAN, STD, explain, perturb, timm
 
 from zennit.layer import Sum  # isort: skip
-from zennit_drsa import NFNetGamma  # isort: skip
+from zennit_drsa import DisentangledAttributor, NFNetGamma  # isort: skip
 from zennit_drsa.nfnet import BoundedInput, GeneralizedGamma, PassLarge  # isort: skip
 
 TOLERANCE = 1e-4  # of a map's maximum: the arrays are float32
@@ -30,7 +30,7 @@ def close(actual: Tensor, expected: np.ndarray, tolerance: float = TOLERANCE) ->
     return float(np.abs(actual.numpy() - expected).max()) <= tolerance * float(np.abs(expected).max())
 
 
-def small_nfnet(meta: dict[str, Any], negative_gains: bool = False) -> nn.Module:
+def small_nfnet(meta: dict[str, Any], negative_gains: bool = False) -> Any:
     torch.manual_seed(0)
     model = timm.create_model("dm_nfnet_f0", pretrained=False, **meta["model_kwargs"]).eval()
     perturb(model, 7, negative_gains)
@@ -104,7 +104,6 @@ def test_activation_context_and_maps_by_concept(index, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_maps_of_the_attributor(stage):
-    DisentangledAttributor = pytest.importorskip("zennit_drsa.attributor").DisentangledAttributor  # noqa: N806
     from zennit.attribution import Gradient
 
     arrays, meta = golden.load("nfnet_small")
@@ -120,7 +119,7 @@ def test_maps_of_the_attributor(stage):
     assert (maps.sum(1) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
-# --------------------------------------------------------------------------------------------- each case alone
+# ------------------------------------------------------------------ each case alone
 
 
 def load_parameters(module: nn.Module, arrays: dict[str, Any], key: str) -> nn.Module:
@@ -159,7 +158,7 @@ def build(key: str, arrays: dict[str, Any]) -> tuple[nn.Module, Any]:
         return conv, BoundedInput(LOW, HIGH, bias="authors")
     if key == "3_orphan_act":
         module: nn.Module = nn.GELU()
-        module.forward = lambda z: passing(z, activated)  # type: ignore[method-assign]
+        module.forward = lambda z: passing(z, activated)
         return module, PassLarge()
     if key == "4_attention":
         module = load_parameters(SEModule(8, rd_ratio=0.5), arrays, key)
@@ -215,5 +214,5 @@ def test_shortcut_alone():
 def test_the_stabiliser_fires_in_these_data():
     arrays, meta = golden.load("nfnet_rules")
     z = torch.from_numpy(arrays["3_orphan_act/a0"]).requires_grad_()
-    (kept,) = torch.autograd.grad(DropSmall.apply(z, 1e-3).sum(), z)  # type: ignore[no-untyped-call]
+    (kept,) = torch.autograd.grad(DropSmall.apply(z, 1e-3).sum(), z)
     assert int((kept == 0).sum()) == meta["checks"]["3_orphan_act"]["stabiliser_hits"][0]

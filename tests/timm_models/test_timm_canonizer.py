@@ -60,7 +60,8 @@ def test_logits_stay_relevance_is_conserved_and_the_model_comes_back(name):
     assert model_state(model) == before
     model, x = model.double(), x.double()
     exact = model(x).detach()
-    # Float32 rounds through up to 80 layers: the canonical form is as close to the exact logits as the model itself.
+    # Float32 rounds through up to 80 layers: the canonical form is as close to the exact logits as the model
+    # itself.
     own_error, error = ((y - exact).abs().max() for y in (expected, logits))
     assert error <= 3 * own_error + 1e-6 * exact.abs().max()
     logits, relevance = explain(without_biases(model), lrp_0(1e-14), x)
@@ -112,7 +113,8 @@ def test_layer_norm_is_linear_with_its_deviation_held_constant():
         assert torch.allclose(output, norm(x), rtol=1e-12)
         start = torch.randn_like(output)
         (relevance,) = torch.autograd.grad(output, x, start)
-        # Literally: y_k = Σ_j x_j w_jk + b_k with w_jk = (δ_jk − 1/D) weight_k / σ, R_j = Σ_k x_j w_jk / y_k R_k.
+        # Literally: y_k = Σ_j x_j w_jk + b_k with w_jk = (δ_jk − 1/D) weight_k / σ, R_j = Σ_k x_j w_jk / y_k
+        # R_k.
         rows = x.detach().movedim(dim, -1)
         sigma = (rows.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
         w = (torch.eye(6, dtype=torch.float64) - 1 / 6) * norm.weight.detach()
