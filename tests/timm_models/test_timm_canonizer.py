@@ -1,0 +1,217 @@
+"""`TimmCanonizer`: a canonical form of the same function, on which LRP-0 is gradient × input."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.model_state import model_state
+
+from .zoo import explain, image, normed, timm, without_biases
+
+from zennit.canonizers import SequentialMergeBatchNorm  # isort: skip
+from zennit.composites import EpsilonGammaBox, EpsilonPlus, LayerMapComposite, layer_map_base  # isort: skip
+from zennit.layer import Sum  # isort: skip
+from zennit.rules import Epsilon  # isort: skip
+from zennit.types import Convolution  # isort: skip
+from zennit_drsa import TimmCanonizer  # isort: skip
+
+# All of the families that are supported, the smallest of each kind of block.
+MODELS = {
+    "tf_efficientnet_lite0": {},
+    "efficientnet_b0": {},
+    "tf_efficientnetv2_b0": {},
+    "mobilenetv2_100": {},
+    "mobilenetv3_small_050": {},
+    "mobilenetv4_conv_small": {},
+    "resnet18": {},
+    "resnet26d": {},
+    "seresnet18": {},
+    "ecaresnet26t": {},
+    "resnext50_32x4d": {"layers": (1, 1, 1, 1)},
+    "seresnet50": {"layers": (1, 1, 1, 1)},
+    "regnetx_002": {},
+    "regnety_002": {},
+    "regnetv_040": {},
+    "regnetz_005": {},
+    "densenet121": {"block_config": (2, 2, 2, 2)},
+    "convnext_atto": {},
+    "convnext_femto_ols": {},
+}
+# Here every activation is a ReLU, and no gate multiplies: LRP-0 is gradient × input.
+RELU_MODELS = ("resnet18", "resnet26d", "resnext50_32x4d", "regnetx_002", "densenet121")
+
+
+def lrp_0(epsilon: float = 1e-12) -> LayerMapComposite:
+    layers = [*layer_map_base(epsilon), ((Convolution, nn.Linear), Epsilon(epsilon=epsilon))]
+    return LayerMapComposite(layers, canonizers=[TimmCanonizer()])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_stay_relevance_is_conserved_and_the_model_comes_back(name):
+    model, x = normed(name, **MODELS[name]), image(64, n=2)
+    before, expected = model_state(model), model(x).detach()
+    (instance,) = TimmCanonizer().apply(model)
+    logits = model(x).detach()
+    instance.remove()
+    assert model_state(model) == before
+    model, x = model.double(), x.double()
+    exact = model(x).detach()
+    # Float32 rounds through up to 80 layers: the canonical form is as close to the exact logits as the model
+    # itself.
+    own_error, error = ((y - exact).abs().max() for y in (expected, logits))
+    assert error <= 3 * own_error + 1e-6 * exact.abs().max()
+    logits, relevance = explain(without_biases(model), lrp_0(1e-14), x)
+    assert (logits - model(x)).abs().max() <= 1e-12 * logits.abs().max()
+    error = (relevance.sum((1, 2, 3)) - logits[:, 3]).abs() / logits[:, 3].abs()
+    assert error.max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", RELU_MODELS)
+def test_lrp_0_is_gradient_times_input(name):
+    model, x = normed(name, **MODELS[name]).double(), image(48).double().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)[0, 3], x)
+    expected = gradient * x.detach()
+    _, relevance = explain(model, lrp_0(1e-14), x.detach())
+    assert (relevance - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_squeeze_excite_is_a_gate():
+    # Gradient × input with the gates held constant: what LRP-0 is on a ReLU network with gates.
+    model, x = normed("seresnet18").double(), image(48).double().requires_grad_()
+    gates = [module for module in model.modules() if type(module).__name__ == "SEModule"]
+    assert gates
+
+    def constant(module, args, output):
+        (z,) = args
+        return z * (output / z).detach()
+
+    handles = [gate.register_forward_hook(constant) for gate in gates]
+    (gradient,) = torch.autograd.grad(model(x)[0, 3], x)
+    for handle in handles:
+        handle.remove()
+    expected = gradient * x.detach()
+    _, relevance = explain(model, lrp_0(1e-14), x.detach())
+    assert (relevance - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_layer_norm_is_linear_with_its_deviation_held_constant():
+    from timm.layers import LayerNorm, LayerNorm2d
+
+    from zennit_drsa.timm import _layer_norm_forward
+
+    for norm, shape, dim in ((LayerNorm(6), (2, 4, 6), -1), (LayerNorm2d(6), (2, 6, 3, 3), 1)):
+        torch.manual_seed(0)
+        norm.double()
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        output = _layer_norm_forward(norm)(x)
+        assert torch.allclose(output, norm(x), rtol=1e-12)
+        start = torch.randn_like(output)
+        (relevance,) = torch.autograd.grad(output, x, start)
+        # Literally: y_k = Σ_j x_j w_jk + b_k with w_jk = (δ_jk − 1/D) weight_k / σ, R_j = Σ_k x_j w_jk / y_k
+        # R_k.
+        rows = x.detach().movedim(dim, -1)
+        sigma = (rows.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
+        w = (torch.eye(6, dtype=torch.float64) - 1 / 6) * norm.weight.detach()
+        ratio = (start / output.detach()).movedim(dim, -1) / sigma
+        expected = (rows * (ratio @ w.T)).movedim(-1, dim)
+        assert torch.allclose(relevance, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_efficientnet_lite_with_an_epsilon_gamma_composite_in_float32():
+    model, x = without_biases(normed("tf_efficientnet_lite0")), image(64)
+    low, high = torch.full_like(x, -2.2), torch.full_like(x, 2.7)
+    composite = EpsilonGammaBox(low, high, canonizers=[TimmCanonizer()])
+    logits, relevance = explain(model, composite, x)
+    assert float(relevance.sum()) == pytest.approx(float(logits[0, 3]), rel=1e-4)
+
+
+def test_what_zennit_leaves_undone():
+    model = normed("tf_efficientnet_lite0")
+    assert SequentialMergeBatchNorm().apply(model) == []
+    # All of them, and one sum for each of the nine blocks with a skip.
+    with EpsilonPlus(canonizers=[TimmCanonizer()]).context(model):
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        assert len(norms) == 49
+        assert all(type(vars(norm)["forward"]).__name__ == "MergedNorm" for norm in norms)
+        assert sum(isinstance(m, Sum) for m in model.modules()) == 9
+
+
+def test_densenet_norms_without_a_convolution_before_them_become_explicit():
+    model = normed("densenet121", **MODELS["densenet121"])
+    first = model.get_submodule("features.denseblock1.denselayer1.norm1")
+    (instance,) = TimmCanonizer().apply(model)
+    explicit = model.get_submodule("features.denseblock1.denselayer1.norm1")
+    assert isinstance(explicit.get_submodule("affine"), nn.Conv2d)
+    instance.remove()
+    assert model.get_submodule("features.denseblock1.denselayer1.norm1") is first
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_model_comes_back_after_an_error_while_canonizing(error, monkeypatch):
+    model = normed("resnet18")
+    before, calls = model_state(model), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 5:
+            raise error
+        return original(*args)
+
+    original = TimmCanonizer._sum
+    monkeypatch.setattr(TimmCanonizer, "_sum", fail)
+    with pytest.raises(error):
+        TimmCanonizer().apply(model)
+    assert len(calls) == 5
+    assert model_state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("test_vit", "no network in this VisionTransformer.*EfficientNet-Lite"),
+        ("test_nfnet", "NFNetGamma"),
+        ("resnet50_gn", "bn1 is a GroupNorm"),
+        ("efficientnet_cc_b0_4e", r"blocks\.4\.0 is a CondConvResidual"),
+        ("convnextv2_atto", r"stages\.0\.blocks\.0\.mlp is a GlobalResponseNormMlp"),
+        ("skresnet18", r"layer1\.0 is a SelectiveKernelBasic"),
+        ("resnetblur18", r"maxpool\.1 is a BlurPool2d"),
+    ],
+)
+def test_what_has_no_canonical_form_is_named(name, match):
+    model = timm.create_model(name).eval()
+    before = model_state(model)
+    with pytest.raises(ValueError, match=match):
+        TimmCanonizer().apply(model)
+    assert model_state(model) == before
+
+
+def test_an_unknown_attention_layer_is_named():
+    model = timm.create_model("resnet18", block_args={"attn_layer": "gc"}).eval()
+    with pytest.raises(ValueError, match=r"layer1\.0\.se is a GlobalContext.*SEModule"):
+        TimmCanonizer().apply(model)
+
+
+def test_batch_statistics_cannot_be_merged():
+    model = timm.create_model("resnet18").train()
+    before = model_state(model)
+    with pytest.raises(ValueError, match=r"batch norm bn1 .*model\.eval\(\)"):
+        TimmCanonizer().apply(model)
+    assert model_state(model) == before
+
+
+def test_torchvision_is_sent_to_zennits_own():
+    torchvision = pytest.importorskip("torchvision")
+    with pytest.raises(ValueError, match=r"zennit\.torchvision"):
+        TimmCanonizer().apply(torchvision.models.resnet18())
+
+
+def test_without_timm_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.models", None)
+    with pytest.raises(ImportError, match=r"captum-zennit-drsa\[timm\]"):
+        TimmCanonizer().apply(nn.Linear(1, 1))

@@ -1,0 +1,117 @@
+"""What `doctor` found, as a value and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerRelevance:
+    """Relevance that a module received at its output and handed to its input, over the batch."""
+
+    name: str
+    kind: str
+    rule: str | None
+    received: float
+    handed_down: float
+    magnitude: float
+    has_bias: bool
+
+    @property
+    def lost(self) -> float:
+        """Relevance that did not pass (negative if the module made some)."""
+        return self.received - self.handed_down
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `doctor` found; `ok` says whether an LRP map of this model and composite can be trusted.
+
+    Attributes
+    ----------
+    relevance : float
+        Relevance that was started with: the explained logits, summed over the batch.
+    layers : list of LayerRelevance
+        All modules that relevance crossed, in the order of the forward pass.
+    unmerged_norms, functional, without_rule, non_finite : list of str
+        Batch norms left as they were; additions and multiplications in a module's code that relevance crosses
+        and no rule sees; modules without a rule; modules with a non-finite output or relevance.
+    drift : dict
+        Relevance that a module lost (or made, if negative) in a way that none of its rules explains.
+    lost_in_layers_with_bias, lost_in_other_layers : float
+        Share of the relevance that stayed in layers under a rule: in biases (and stabilisers); in stabilisers
+        alone.
+    logit_change : float
+        Largest change of an output by canonization, relative to the largest output.
+    suggestion : str or None
+        A canonizer or composite to try.
+    """
+
+    relevance: float
+    layers: list[LayerRelevance]
+    unmerged_norms: list[str]
+    functional: list[str]
+    without_rule: list[str]
+    non_finite: list[str]
+    drift: dict[str, float]
+    lost_in_layers_with_bias: float
+    lost_in_other_layers: float
+    logit_change: float
+    in_training: bool
+    suggestion: str | None = field(default=None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that makes a map wrong. Relevance in biases is part of the method."""
+        return self.logit_change <= 1e-3 and not (
+            self.unmerged_norms
+            or self.functional
+            or self.without_rule
+            or self.non_finite
+            or self.drift
+            or self.in_training
+        )
+
+    def table(self, layers: Sequence[LayerRelevance] | None = None) -> str:
+        """Relevance per layer, as a Markdown table."""
+        lines = ["| layer | module | rule | received | handed down |", "|---|---|---|---|---|"]
+        for layer in self.layers if layers is None else layers:
+            numbers = f"{layer.received:.4g} | {layer.handed_down:.4g}"
+            lines.append(f"| {layer.name or '(model)'} | {layer.kind} | {layer.rule or '–'} | {numbers} |")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        findings = [
+            ("batch norms left unmerged", self.unmerged_norms),
+            ("functional sums and products", self.functional),
+            ("modules without a rule", self.without_rule),
+            ("non-finite values", self.non_finite),
+            ("relevance lost or made without a rule", [f"{k} ({v:+.3g})" for k, v in self.drift.items()]),
+        ]
+        lines = [
+            f"LRP on this model: {'valid' if self.ok else 'NOT valid'}",
+            "",
+            "| what | found |",
+            "|---|---|",
+        ]
+        lines += [f"| {what} | {_shorten(names)} |" for what, names in findings]
+        lines.append(f"| model in training mode | {'yes: call model.eval()' if self.in_training else 'no'} |")
+        lines.append(f"| change of the logits by canonization | {self.logit_change:.1e} |")
+        lines.append(f"| share lost in layers with a bias | {self.lost_in_layers_with_bias:.2%} |")
+        lines.append(f"| share lost to stabilisers elsewhere | {self.lost_in_other_layers:.2%} |")
+        if self.suggestion:
+            lines += ["", f"Suggestion: {self.suggestion}"]
+        own = [layer for layer in self.layers if layer.rule or (layer.name or "(model)") in self.drift]
+        worst = sorted(own, key=lambda layer: -abs(layer.lost))[:8]
+        shown = [layer for layer in own if layer in worst]
+        return "\n".join(
+            [*lines, "", "Where relevance changes most (all layers: `.table()`):", "", self.table(shown)]
+        )
+
+
+def _shorten(names: Sequence[str], limit: int = 4) -> str:
+    if not names:
+        return "none"
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)}: {', '.join(names[:limit])}{rest}"
