@@ -41,10 +41,8 @@ def explain_by_perturbation(
     with torch.no_grad():
         maps: Any = attributor.attribute(inputs, additional_forward_args=_forward_args(request), **options)
     # Captum's samplers keep the axes (N, K) of the output, its ablations merge them.
-    return tuple(
-        m.reshape(len(request), model.n_concepts, *m.shape[-(x.ndim - 1) :])
-        for m, x in zip(maps, inputs, strict=True)
-    )
+    shape = (len(request), model.n_concepts)
+    return tuple(m.reshape(*shape, *x.shape[1:]) for m, x in zip(maps, inputs, strict=True))
 
 
 def explain_by_surrogate(
