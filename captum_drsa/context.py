@@ -98,11 +98,11 @@ class ShapleyContext:
                 perturbations_per_eval=self.perturbations_per_eval,
                 show_progress=self.show_progress,
             )
-            # Captum gives every position the value of its map; one position of each is enough.
-            channels = relevance.movedim(dim, 1).flatten(2)[..., :1].to(activation.dtype)
-            sums = activation.movedim(dim, 1).flatten(2).sum(2, keepdim=True)
-            context = context_from_relevance(sums, channels)  # 0/0 = 0
-            return context.reshape(players).expand_as(activation)
+            positions = [axis for axis in range(activation.ndim) if players[axis] == 1]
+            # Captum gives every position the value of its map; the mean of equal numbers is that number.
+            maps = relevance.to(activation).mean(positions, keepdim=True)
+            sums = activation.sum(positions, keepdim=True)
+            return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
 
         with torch.no_grad():
             activation, score = _cut_run(request)
