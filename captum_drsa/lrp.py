@@ -75,7 +75,7 @@ class LRPPass:
         request.layer.register_forward_hook(self._cut)
         with torch.enable_grad():
             initial = _initial_relevance(request, output)
-            modified = hooks.second_pass(self._inputs, request.args)
+            modified = self._second_pass(hooks, request)
             self.relevance = gradient_at_layer(modified, self._top, self._name, initial)
         self.context = context_from_relevance(self.activation, self.relevance)
         lost = lost_relevance(self.activation, self.relevance)
@@ -86,6 +86,18 @@ class LRPPass:
                 "function, or another rule above it",
                 stacklevel=4,
             )
+
+    def _second_pass(self, hooks: RuleHooks, request: Request) -> Tensor:
+        try:
+            return hooks.second_pass(self._inputs, request.args)
+        except RuntimeError as error:
+            if "doesn't require grad" not in str(error):
+                raise
+            raise ValueError(
+                "no gradient flows from the explained score to layer "
+                f"{self._name!r} or from that layer to every input: the model detaches an activation "
+                "(torch.no_grad, .detach(), argmax), which LRP cannot pass"
+            ) from error
 
     def _cut(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
         """Split the graph at the layer: backward above it runs once, below it K times."""

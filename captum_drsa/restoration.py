@@ -25,7 +25,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     rules = {id(rule): (rule, dict(vars(rule))) for rule in _rules(modules)}
     # `.data` shares the storage: a rule assigns new data, so the old values need no copy.
     parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -37,8 +37,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
             if parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
         with torch.no_grad():
-            for buffer, data, version in buffers:
-                if buffer._version != version:
+            for buffer, data in buffers:
+                # Only if need be: a write would bump the version that a graph of the user's may rely on.
+                if not torch.equal(buffer, data):
                     buffer.copy_(data)
 
 

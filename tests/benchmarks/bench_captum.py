@@ -22,13 +22,13 @@ from torchvision.models import VGG, vgg16
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "shared")]
 
+from drsa_core import RandomSubspaces, Subspaces
+
 from captum_drsa import DisentangledAttribution, ShapleyContext, patch_mask
 from captum_drsa.context import ContextMethod
-from drsa_core import RandomSubspaces, Subspaces
 
 LAYER = "features.22"
 TARGET = 430
-
 
 
 def subspaces(n_subspaces: int) -> Subspaces:
@@ -47,7 +47,9 @@ def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
 
 
 def row(what: str, base: str, seconds: float, base_seconds: float, bound: str) -> None:
-    print(f"| {what} | {seconds:.2f} | {base} | {base_seconds:.2f} | {seconds / base_seconds:.2f} | {bound} |")
+    print(
+        f"| {what} | {seconds:.2f} | {base} | {base_seconds:.2f} | {seconds / base_seconds:.2f} | {bound} |"
+    )
 
 
 def known(activation: Tensor, context: Tensor) -> ContextMethod:
@@ -87,7 +89,9 @@ def lrp(model: VGG, x: Tensor, repeats: int) -> None:
     row("LRP, K=4", "one LRP map", seconds["both"], seconds["one"], "≤ 3")
 
 
-def shapley(model: VGG, x: Tensor, patch: int, permutations: int, maps: int, batch: int, repeats: int) -> None:
+def shapley(
+    model: VGG, x: Tensor, patch: int, permutations: int, maps: int, batch: int, repeats: int
+) -> None:
     method = ShapleyValueSampling(model)
     mask = patch_mask(x, patch)
     n_patches = int(mask.max()) + 1
@@ -134,7 +138,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[10], help="steps of Integrated Gradients")
     parser.add_argument("--batch", type=int, default=10, help="images per evaluation")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["ig", "lrp", "shapley"], nargs="+", default=["ig", "lrp", "shapley"])
+    parser.add_argument(
+        "--only", choices=["ig", "lrp", "shapley"], nargs="+", default=["ig", "lrp", "shapley"]
+    )
     parser.add_argument(
         "--full",
         action="store_true",

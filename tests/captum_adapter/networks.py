@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-
 from drsa_core import RandomSubspaces, Subspaces
+from torch import Tensor, nn
 
 
 def subspaces(n_features: int, n_subspaces: int = 3, dtype: torch.dtype = torch.float32) -> Subspaces:
     """Complete random subspaces."""
-    return RandomSubspaces(n_subspaces, random_state=0).fit(torch.zeros(1, n_features, dtype=dtype)).subspaces_
+    return (
+        RandomSubspaces(n_subspaces, random_state=0).fit(torch.zeros(1, n_features, dtype=dtype)).subspaces_
+    )
 
 
 class ConvNet(nn.Module):

@@ -175,7 +175,10 @@ def test_delta_is_captums_for_one_concept_below_a_linear_head() -> None:
         (DeepLift, {"baselines": images(2, seed=8)}),
         (DeepLiftShap, {"baselines": images(3, seed=8)}),
         (lambda m: NoiseTunnel(InputXGradient(m)), {"nt_samples": 3, "stdevs": 0.2}),
-        (lambda m: NoiseTunnel(IntegratedGradients(m)), {"nt_samples": 2, "n_steps": 3, "nt_type": "vargrad"}),
+        (
+            lambda m: NoiseTunnel(IntegratedGradients(m)),
+            {"nt_samples": 2, "n_steps": 3, "nt_type": "vargrad"},
+        ),
         (lambda m: NoiseTunnel(Saliency(m)), {"nt_samples": 4, "nt_samples_batch_size": 3}),
         (lambda m: NoiseTunnel(DeepLift(m)), {"nt_samples": 2}),
     ],
@@ -205,7 +208,9 @@ def test_joint_maps_are_captums_maps_of_the_relevance_model(build, options) -> N
     assert maps.shape == (2, 3, 3, 12, 12)
     for k in range(3):
         method = build(Explained(model.features, u.project(c, k)))
-        expected = seeded(lambda m=method: m.attribute(x, additional_forward_args=(torch.arange(2),), **options))
+        expected = seeded(
+            lambda m=method: m.attribute(x, additional_forward_args=(torch.arange(2),), **options)
+        )
         assert (maps[:, k] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 

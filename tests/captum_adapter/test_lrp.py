@@ -8,10 +8,10 @@ import pytest
 import torch
 from captum.attr import LRP, LayerLRP
 from captum.attr._utils.lrp_rules import EpsilonRule, GammaRule
+from drsa_core import context_from_relevance, filter_relevance
 from torch import Tensor, nn
 
 from captum_drsa import DisentangledAttribution, LRPContext
-from drsa_core import context_from_relevance, filter_relevance
 from tests.captum_adapter.networks import conv_net, images, subspaces
 from tests.model_state import model_state
 
@@ -95,7 +95,9 @@ def test_parts_add_up_to_captums_own_map(layer: str) -> None:
     """Σ_k R_pk = R_p after ReLU, after pooling, for containers; with rules that change the weights."""
     model, x = conv_net(), images()
     n_features = {"features.1": 6, "features.2": 6}.get(layer, 10 if "top" in layer else 8)
-    split = DisentangledAttribution(LRP(conv_rules(model)), layer, subspaces(n_features)).attribute(x, target=[0, 3])
+    split = DisentangledAttribution(LRP(conv_rules(model)), layer, subspaces(n_features)).attribute(
+        x, target=[0, 3]
+    )
     whole = LRP(conv_rules(copy.deepcopy(model))).attribute(x, target=[0, 3]).detach()
     assert (split.sum(1) - whole).abs().max() <= 1e-5 * whole.abs().max()
 

@@ -56,9 +56,7 @@ def exact(mlp: Mlp, x: Tensor, target: int) -> tuple[Tensor, Tensor]:
         c = torch.where(a != 0, relevance / torch.where(a != 0, a, 1), 0)
         maps = torch.stack(
             [
-                torch.stack(
-                    shapley(lambda s, b=block: (b.T @ mlp.phi(only(x, s))) @ (b.T @ c), 6)
-                )
+                torch.stack(shapley(lambda s, b=block: (b.T @ mlp.phi(only(x, s))) @ (b.T @ c), 6))
                 for block in u.blocks
             ]
         )
@@ -187,7 +185,9 @@ def test_number_of_forward_passes_does_not_depend_on_k(method) -> None:
             model.features[0].register_forward_hook(lambda *_, r=runs: r.update(below=r["below"] + 1)),
             model.classifier.register_forward_hook(lambda *_, r=runs: r.update(above=r["above"] + 1)),
         ]
-        da.attribute(x, target=1, feature_mask=MASK, **({} if method is FeatureAblation else {"n_samples": 3}))
+        da.attribute(
+            x, target=1, feature_mask=MASK, **({} if method is FeatureAblation else {"n_samples": 3})
+        )
         for handle in handles:
             handle.remove()
         assert runs["above"] == 1  # step 1
@@ -199,7 +199,11 @@ def test_integer_inputs_of_perturbation_methods() -> None:
     """Token numbers can be ablated; only gradients need floating-point inputs."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Embedding(10, 4), torch.nn.Flatten(), torch.nn.Linear(12, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2)
+        torch.nn.Embedding(10, 4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(12, 6),
+        torch.nn.ReLU(),
+        torch.nn.Linear(6, 2),
     )
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
     da = DisentangledAttribution(FeatureAblation(model), "3", subspaces(6))
