@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 from captum.attr import LRP, IntegratedGradients, ShapleyValueSampling
+from drsa_core import RandomSubspaces, Subspaces
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models import VGG, vgg16
-
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "shared")]
-
-from drsa_core import RandomSubspaces, Subspaces
 
 from captum_drsa import DisentangledAttribution, ShapleyContext, patch_mask
 from captum_drsa.context import ContextMethod
@@ -62,7 +58,7 @@ def integrated_gradients(model: VGG, x: Tensor, n_steps: int, batch: int, repeat
     both = DisentangledAttribution(method, LAYER, four)
     pair = both.context(x, TARGET)
     second = DisentangledAttribution(method, LAYER, four, context_method=known(*pair))
-    options = {"target": TARGET, "n_steps": n_steps, "internal_batch_size": batch}
+    options: dict[str, Any] = {"target": TARGET, "n_steps": n_steps, "internal_batch_size": batch}
     seconds = medians(
         {
             "one": lambda: method.attribute(x, **options),
@@ -96,7 +92,7 @@ def shapley(
     mask = patch_mask(x, patch)
     n_patches = int(mask.max()) + 1
     first = ShapleyContext(n_samples=maps, perturbations_per_eval=batch)
-    options = {
+    options: dict[str, Any] = {
         "target": TARGET,
         "feature_mask": mask,
         "n_samples": permutations,

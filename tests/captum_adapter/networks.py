@@ -29,7 +29,7 @@ class ConvNet(nn.Module):
         self.top = nn.Sequential(nn.Conv2d(8, 10, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1))
         self.classifier = nn.Linear(10, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return self.classifier(self.top(self.features(x)).flatten(1))
 
 
@@ -42,13 +42,13 @@ class Mlp(nn.Module):
         self.upper = nn.Sequential(nn.Linear(n_features, 7), nn.Softplus(), nn.Linear(7, 4))
         self.double()
 
-    def phi(self, x: Tensor) -> Tensor:
+    def phi(self, x: Tensor):
         return self.lower(x)
 
-    def g(self, a: Tensor) -> Tensor:
+    def g(self, a: Tensor):
         return self.upper(a)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return self.upper(self.lower(x))
 
 
@@ -61,7 +61,7 @@ class TwoInputs(nn.Module):
         self.layer = nn.ReLU()
         self.out = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor, y: Tensor, scale: Tensor | None = None, power: int = 1) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor | None = None, power: int = 1):
         a = self.layer(self.one(x) + self.two(y))
         if scale is not None:
             a = a * scale[:, None]
@@ -78,7 +78,7 @@ class Tokens(nn.Module):
         self.mix = nn.Linear(8, 8)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return self.head(self.mix(self.layer(self.embed(x))).relu().mean(1))
 
 

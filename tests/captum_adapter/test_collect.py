@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from captum.attr import LRP, InputXGradient, IntegratedGradients, ShapleyValueSampling
@@ -12,7 +14,7 @@ from captum_drsa import DisentangledAttribution, collect, patch_mask
 from tests.captum_adapter.networks import TwoInputs, conv_net, images
 
 
-def loader(n: int = 5, batch_size: int = 2) -> DataLoader:
+def loader(n: int = 5, batch_size: int = 2) -> DataLoader[Any]:
     return DataLoader(TensorDataset(images(n), torch.zeros(n)), batch_size=batch_size)
 
 
@@ -108,7 +110,9 @@ def test_fit_learns_subspaces_with_their_provenance(solver, tmp_path) -> None:
 
 def test_fit_finds_four_concepts_by_default() -> None:
     da = DisentangledAttribution(InputXGradient(conv_net()), "features.4")
-    assert da.fit(loader(), 2, random_state=0).subspaces.n_subspaces == 4
+    learned = da.fit(loader(), 2, random_state=0).subspaces
+    assert learned is not None
+    assert learned.n_subspaces == 4
 
 
 def test_patch_mask_numbers_patches_row_by_row() -> None:

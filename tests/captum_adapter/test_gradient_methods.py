@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from captum.attr import (
@@ -88,7 +90,7 @@ def test_relevance_model_against_the_nested_double_integral() -> None:
             point = (t * x).requires_grad_()
             h = u.basis.T @ phi(point)
             for k, columns in enumerate(torch.arange(len(h)).split(u.dims)):
-                r_k = 0.0
+                r_k = h.new_zeros(())
                 for s, v in gauss_legendre(steps):
                     path = s * h
                     y = g(u.basis @ path)[target]
@@ -130,7 +132,7 @@ def test_relevance_model_against_the_nested_double_integral() -> None:
 def test_integrated_gradients_total_is_exact(baseline: object) -> None:
     """Σ_p R_pk = (φ(x) − φ(x̃))ᵀ U_kU_kᵀ c (Note B.3), for each k."""
     model, x, u = conv_net(), images(), subspaces(8)
-    baselines = {"tensor": images(seed=5), "one": images(1, seed=6)}.get(str(baseline), baseline)
+    baselines: Any = {"tensor": images(seed=5), "one": images(1, seed=6)}.get(str(baseline), baseline)
     da = DisentangledAttribution(IntegratedGradients(model), "features.4", u)
     maps, delta = da.attribute(
         x, target=[1, 3], n_steps=200, baselines=baselines, return_convergence_delta=True
@@ -152,7 +154,7 @@ def test_delta_is_captums_for_one_concept_below_a_linear_head() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     x, b = torch.randn(4, 6), torch.randn(4, 6)
     for method in (IntegratedGradients(model), DeepLift(model)):
-        options = {"n_steps": 3} if isinstance(method, IntegratedGradients) else {}
+        options: dict[str, Any] = {"n_steps": 3} if isinstance(method, IntegratedGradients) else {}
         _, expected = method.attribute(x, b, target=1, return_convergence_delta=True, **options)
         _, delta = DisentangledAttribution(method, "1", subspaces(8, 1)).attribute(
             x, baselines=b, target=1, return_convergence_delta=True, **options
@@ -191,7 +193,7 @@ def test_joint_maps_are_captums_maps_of_the_relevance_model(build, options) -> N
             super().__init__()
             self.features, self.readout = features, readout  # readout (N, D, H, W) = U_kU_kᵀc
 
-        def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, row: torch.Tensor):
             return (self.features(x) * self.readout[row]).sum((1, 2, 3))
 
     def seeded(run):
@@ -215,7 +217,7 @@ def test_joint_maps_are_captums_maps_of_the_relevance_model(build, options) -> N
 
 
 def test_noise_tunnel_around_the_split_attributor() -> None:
-    """Every noisy sample gets its own context; the mean of the maps is returned, (N, K, …), delta (N·samples, K)."""
+    """Every noisy sample gets its own context; the maps are averaged, delta is (N · samples, K)."""
     model, x, u = conv_net(), images(), subspaces(8)
     da = DisentangledAttribution(IntegratedGradients(model), "features.4", u)
     tunnel = NoiseTunnel(da)
@@ -236,8 +238,12 @@ def test_one_forward_pass_for_all_concepts() -> None:
     for n_subspaces in (1, 4):
         runs = {"below": 0, "above": 0}
         handles = [
-            model.features[0].register_forward_hook(lambda *_: runs.update(below=runs["below"] + 1)),
-            model.classifier.register_forward_hook(lambda *_: runs.update(above=runs["above"] + 1)),
+            model.features[0].register_forward_hook(
+                lambda *_, runs=runs: runs.update(below=runs["below"] + 1)
+            ),
+            model.classifier.register_forward_hook(
+                lambda *_, runs=runs: runs.update(above=runs["above"] + 1)
+            ),
         ]
         DisentangledAttribution(InputXGradient(model), "features.4", subspaces(8, n_subspaces)).attribute(
             x, target=1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_outputs_with_more_axes() -> None:
             super().__init__()
             self.net = conv_net()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor):
             return self.net(x)[:, None] * torch.tensor([[1.0], [2.0]])  # (N, 2, 5)
 
     da = split(InputXGradient(Grid()), "net.features.4")
@@ -160,7 +162,7 @@ def test_tokens_with_features_last() -> None:
     model, x = Tokens().eval(), torch.randn(2, 7, 5)
     for method in (InputXGradient(model), ShapleyValueSampling(model)):
         da = DisentangledAttribution(method, "layer", subspaces(8), channel_dim=-1)
-        options = {} if isinstance(method, InputXGradient) else {"n_samples": 1}
+        options: dict[str, Any] = {} if isinstance(method, InputXGradient) else {"n_samples": 1}
         assert da.attribute(x, target=1, **options).shape == (2, 3, 7, 5)
         assert da.concept_relevance(x, 1).shape == (2, 3)
     whole = InputXGradient(model).attribute(x.clone().requires_grad_(), target=1)
@@ -172,7 +174,7 @@ def test_tokens_with_features_last() -> None:
 def test_under_no_grad_and_with_frozen_weights(method) -> None:
     model = conv_net()
     da = split(method(model), context_method="gradient" if method is ShapleyValueSampling else None)
-    options = {"n_samples": 1} if method is ShapleyValueSampling else {}
+    options: dict[str, Any] = {"n_samples": 1} if method is ShapleyValueSampling else {}
     x = images(1, 6)
     torch.manual_seed(0)
     expected = da.attribute(x, target=1, **options)
@@ -217,7 +219,7 @@ def test_concept_relevance_adds_up_to_the_score() -> None:
 
 
 def integrated_by_hand(model: nn.Module, layer: nn.Module, x: Tensor, target: int) -> Tensor:
-    """c = ∫ ∂y/∂a dt from 0 to a by 100 Gauss–Legendre nodes, each a run of the whole model on the whole batch.
+    """c = ∫ ∂y/∂a dt from 0 to a by 100 Gauss–Legendre nodes, each a run of the whole model.
 
     Captum's LayerIntegratedGradients starts at φ(0) instead, so that it cannot serve as the reference.
     """
@@ -226,7 +228,7 @@ def integrated_by_hand(model: nn.Module, layer: nn.Module, x: Tensor, target: in
     for t, w in zip((nodes + 1) / 2, weights / 2, strict=True):
         leaves: list[Tensor] = []
 
-        def scale(_: nn.Module, __: object, a: Tensor, t: float = float(t), leaves=leaves) -> Tensor:
+        def scale(_: nn.Module, __: object, a: Tensor, t: float = float(t), leaves=leaves):
             leaves.append((t * a).detach().requires_grad_())
             return leaves[0].clone()
 
@@ -278,7 +280,7 @@ class Bypass(nn.Module):
         self.upper = nn.Linear(12 if kind == "cat" else 6, 5)
         self.head = nn.Linear(5, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         below = self.lower(x)
         a = self.layer(below)
         if self.kind == "add":
@@ -349,7 +351,7 @@ def test_subspaces_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=r"have 7 features, but the activation .* \(2, 8, 6, 6\)"):
             split(method(model), n_features=7).attribute(images(), target=1)
     with pytest.raises(TypeError, match=r"must be a drsa_core\.Subspaces"):
-        DisentangledAttribution(InputXGradient(model), "features.4", torch.eye(8))
+        DisentangledAttribution(InputXGradient(model), "features.4", torch.eye(8))  # type: ignore[arg-type]
     assert model_state(model) == before
 
 
@@ -371,7 +373,7 @@ class Detached(nn.Module):
         )
         self.where = where
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         below = self.lower(x)
         a = self.layer(below.detach() if self.where == "below" else below)
         return self.head(
@@ -394,7 +396,7 @@ def test_layers_that_run_twice_or_return_no_tensor() -> None:
             super().__init__()
             self.layer, self.recurrent = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor):
             return self.layer(self.layer(x)) + self.recurrent(x[:, None])[0][:, 0]
 
     for method in (InputXGradient, IntegratedGradients):
@@ -425,7 +427,7 @@ def test_bad_inputs() -> None:
         with pytest.raises(TypeError, match="needs floating-point inputs"):
             split(method).attribute(torch.ones(2, 3, 12, 12, dtype=torch.long), target=1)
     with pytest.raises(TypeError, match="inputs must be a tensor"):
-        split(InputXGradient(model)).attribute([images()], target=1)
+        split(InputXGradient(model)).attribute([images()], target=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="same number of examples"):
         split(InputXGradient(model)).attribute((images(2), images(3)), target=1)
     with pytest.raises(ValueError, match="NaN or Inf"):

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 4)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor):
         return self.head(self.relu_two(self.two(self.relu_one(self.one(x)))))
 
 
@@ -119,7 +119,7 @@ def test_conservation_and_delta() -> None:
     """Without biases Σ_p R_pk = R_k; delta is what is missing, and Σ_k R_k = y."""
     model, x = conv_net(), images()
     for module in model.modules():
-        if getattr(module, "bias", None) is not None:
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     da = DisentangledAttribution(LRP(model), "features.4", subspaces(8))
     maps, delta = da.attribute(x, target=1, return_convergence_delta=True)
@@ -167,7 +167,7 @@ def test_another_context_than_lrps() -> None:
 def test_relevance_on_inactive_neurons_is_reported() -> None:
     """A rule of the user's that leaves relevance on zero activations: the share that is lost is named."""
 
-    class Flat(EpsilonRule):
+    class Flat(EpsilonRule):  # type: ignore[misc]
         """Relevance to all inputs alike, active or not."""
 
         def _create_backward_hook_input(self, inputs: Tensor):

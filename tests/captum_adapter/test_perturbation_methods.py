@@ -1,9 +1,10 @@
-"""Shapley and other perturbation methods against exact enumeration and against Captum on one output at a time."""
+"""Shapley and other perturbation methods against exact enumeration, and against Captum output by output."""
 
 from __future__ import annotations
 
 import math
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -96,19 +97,19 @@ def test_total_relevance_is_exact_for_every_sample(method, mlp: Mlp, x: Tensor) 
     """Each permutation conserves by itself, so Note B.3 holds to rounding, not only in the mean."""
     u = subspaces(5, 2, torch.float64)
     da = DisentangledAttribution(method(mlp), "lower", u, context_method="gradient")
-    options = {"n_samples": 2} if method is ShapleyValueSampling else {}
+    options: dict[str, Any] = {"n_samples": 2} if method is ShapleyValueSampling else {}
     maps = da.attribute(x, target=1, baselines=0.5, **options)
     torch.testing.assert_close(
         maps.sum(2).double(), da.total_relevance(x, 1, baselines=0.5), rtol=1e-5, atol=1e-6
     )
 
 
-def test_context_of_feature_maps(mlp: Mlp) -> None:
+def test_context_of_feature_maps() -> None:
     """c_j = R_j / Σ a_j at every position of map j, 0 for a dead map (Note B.2)."""
     model, x = conv_net(), images(1)
     with torch.no_grad():
-        model.features[3].weight[2] = 0
-        model.features[3].bias[2] = -1  # map 2 is dead
+        model.get_parameter("features.3.weight")[2] = 0
+        model.get_parameter("features.3.bias")[2] = -1  # map 2 is dead
     da = DisentangledAttribution(
         ShapleyValueSampling(model), "features.4", subspaces(8), ShapleyContext(n_samples=2)
     )
@@ -185,9 +186,8 @@ def test_number_of_forward_passes_does_not_depend_on_k(method) -> None:
             model.features[0].register_forward_hook(lambda *_, r=runs: r.update(below=r["below"] + 1)),
             model.classifier.register_forward_hook(lambda *_, r=runs: r.update(above=r["above"] + 1)),
         ]
-        da.attribute(
-            x, target=1, feature_mask=MASK, **({} if method is FeatureAblation else {"n_samples": 3})
-        )
+        options: dict[str, Any] = {} if method is FeatureAblation else {"n_samples": 3}
+        da.attribute(x, target=1, feature_mask=MASK, **options)
         for handle in handles:
             handle.remove()
         assert runs["above"] == 1  # step 1

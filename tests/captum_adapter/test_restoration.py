@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -131,7 +132,9 @@ def test_statistics_of_batch_norm_in_training_mode(method) -> None:
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 3)
     ).train()
     before = model_state(model)
-    options = {"n_steps": 2} if method is IntegratedGradients else {"feature_mask": patch_mask(images(), 6)}
+    options: dict[str, Any] = (
+        {"n_steps": 2} if method is IntegratedGradients else {"feature_mask": patch_mask(images(), 6)}
+    )
     DisentangledAttribution(method(model), "2", subspaces(8), context_method="gradient").attribute(
         images(4), target=1, **options
     )
