@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ._captum import draw_baselines, logged
 from .collect import pairs_from_loader
-from .context import ContextMethod
+from .context import ContextMethod, ShapleyContext
 from .explain import explain_by_gradient, explain_by_perturbation, explain_by_surrogate
 from .lrp import LRPPass
 from .methods import Family, choose_context, family_of, innermost
@@ -256,7 +257,7 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             "backend": "captum",
             "attribution_method": type(self.attribution_method).__name__,
             "layer": self.layer_name,
-            "target": target if isinstance(target, int) else str(target),
+            "target": target if isinstance(target, int) else getattr(target, "__name__", str(target)),
         }
         if self._model is not None:
             provenance["model"] = model_fingerprint(self._model)
@@ -282,7 +283,7 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
     def _attribute_two_steps(
         self, request: Request, subspaces: Subspaces, with_delta: bool, options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        activation, context = self._step_1(request)
+        activation, context = self._step_1(request, bool(options.get("show_progress")))
         self._check_fits(activation, subspaces)
         if self._baselines_are_a_distribution and "baselines" in options:
             inputs = request.inputs if len(request.inputs) > 1 else request.inputs[0]
@@ -294,8 +295,11 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         total = self._total(request, model, activation, options.get("baselines"))
         return maps, _sum_of_pixels(maps) - total
 
-    def _step_1(self, request: Request) -> tuple[Tensor, Tensor]:
-        activation, context = self._context_method(request)
+    def _step_1(self, request: Request, show_progress: bool = False) -> tuple[Tensor, Tensor]:
+        method = self._context_method
+        if show_progress and isinstance(method, ShapleyContext):
+            method = replace(method, show_progress=True)  # it may take longer than step 2
+        activation, context = method(request)
         self._check_step_1(request, activation, context)
         return activation, context
 

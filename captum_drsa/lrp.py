@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ._captum import RuleHooks
 from .context import gradient_at_layer
 from .relevance_model import gradients_at_inputs
-from .request import Request
+from .request import Request, as_activation
 from .restoration import preserved
 
 # Standard rules leave no relevance on zero activations; more than this share is worth a word.
@@ -59,7 +59,7 @@ class LRPPass:
 
         activations: list[Tensor] = []
         handle = request.layer.register_forward_hook(
-            lambda module, args, output: activations.append(output.detach().clone())
+            lambda module, args, output: activations.append(as_activation(output, self._name).clone())
         )
         output = hooks.first_pass(self._inputs, request.args)
         handle.remove()

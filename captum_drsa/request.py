@@ -63,8 +63,8 @@ class Request:
         target = self.target
         if isinstance(target, Tensor) and target.numel() > 1:
             target = int(target[i])
-        elif isinstance(target, list) and len(target) > 1:
-            target = target[i]
+        elif isinstance(target, list):
+            target = target[i]  # `select` has seen that there is one for each example
         return replace(
             self,
             inputs=tuple(x[i : i + 1] for x in self.inputs),
@@ -124,7 +124,7 @@ class Request:
                     f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
                     "single activation; choose a layer that runs once"
                 )
-            return cut(_as_activation(output, self.layer_name))
+            return cut(as_activation(output, self.layer_name))
 
         with _hooked(self.layer, hook):
             output = self.forward(*self.inputs, *self.args)
@@ -138,7 +138,7 @@ def activation_at(forward: Forward, layer: nn.Module, name: str, args: Sequence[
     found: list[Tensor] = []
 
     def hook(module: nn.Module, inputs: object, output: object) -> None:
-        found.append(_as_activation(output, name))
+        found.append(as_activation(output, name))
         raise _Stop
 
     with _hooked(layer, hook):
@@ -158,7 +158,8 @@ def _hooked(layer: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
         handle.remove()
 
 
-def _as_activation(output: object, name: str) -> Tensor:
+def as_activation(output: object, name: str) -> Tensor:
+    """A layer's output, if it is what can be split into subspaces."""
     if not isinstance(output, Tensor) or output.ndim < 2:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(

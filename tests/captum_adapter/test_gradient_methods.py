@@ -47,9 +47,11 @@ def test_gradient_times_input_is_the_filtered_chain_rule(mlp: Mlp, x: torch.Tens
             torch.testing.assert_close(maps[n, k], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gradient_times_input_parts_add_up_to_captums_map() -> None:
+@pytest.mark.parametrize("layer", ["features.3", "features.4", "features"])
+def test_gradient_times_input_parts_add_up_to_captums_map(layer: str) -> None:
+    """Also for a convolution whose output the next layer overwrites in place."""
     model, x = conv_net(), images()
-    split = DisentangledAttribution(InputXGradient(model), "features.4", subspaces(8)).attribute(x, target=1)
+    split = DisentangledAttribution(InputXGradient(model), layer, subspaces(8)).attribute(x, target=1)
     whole = InputXGradient(model).attribute(x.clone().requires_grad_(), target=1).detach()
     assert (split.sum(1) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
@@ -251,3 +253,17 @@ def test_one_forward_pass_for_all_concepts() -> None:
         for handle in handles:
             handle.remove()
         assert runs == {"below": 2, "above": 1}
+
+
+@pytest.mark.parametrize("n_subspaces", [1, 8])
+def test_batches_are_those_that_the_user_allows(n_subspaces: int) -> None:
+    """Rows per forward pass in step 2: internal_batch_size, whatever K and the number of steps are."""
+    model, x = conv_net(), images(1)
+    da = DisentangledAttribution(
+        IntegratedGradients(model), "features.4", subspaces(8, n_subspaces), context_method="gradient"
+    )
+    rows: list[int] = []
+    model.features[0].register_forward_hook(lambda _, __, output: rows.append(len(output)))
+    da.attribute(x, target=1, n_steps=20, internal_batch_size=4)
+    assert max(rows) == 4
+    assert sum(rows) == 20 + 1

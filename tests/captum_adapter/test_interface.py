@@ -67,6 +67,24 @@ def test_targets_of_each_example() -> None:
         torch.testing.assert_close(both[n : n + 1], alone, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", [IntegratedGradients, ShapleyValueSampling, LRP])
+@pytest.mark.parametrize("target", [[3], torch.tensor([3]), [(3,)]])
+def test_lists_for_one_example(method, target) -> None:
+    da = split(
+        method(conv_net()), context_method=ShapleyContext(2) if method is ShapleyValueSampling else None
+    )
+    torch.manual_seed(0)
+    expected = da.concept_relevance(images(1), 3)
+    torch.manual_seed(0)
+    torch.testing.assert_close(da.concept_relevance(images(1), target), expected)
+
+
+def test_progress_of_both_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    da = split(ShapleyValueSampling(conv_net()), context_method=ShapleyContext(1))
+    da.attribute(images(1, 6), target=1, n_samples=1, show_progress=True)
+    assert capsys.readouterr().err.count("100%") >= 2
+
+
 def test_outputs_with_more_axes() -> None:
     class Grid(nn.Module):
         def __init__(self) -> None:

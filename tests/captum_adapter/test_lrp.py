@@ -90,9 +90,11 @@ def conv_rules(model):
     return model
 
 
-@pytest.mark.parametrize("layer", ["features.1", "features.2", "features.4", "features", "top.1", "top"])
+@pytest.mark.parametrize(
+    "layer", ["features.1", "features.2", "features.3", "features.4", "features", "top.1", "top"]
+)
 def test_parts_add_up_to_captums_own_map(layer: str) -> None:
-    """Σ_k R_pk = R_p after ReLU, after pooling, for containers; with rules that change the weights."""
+    """Σ_k R_pk = R_p after ReLU, pooling, convolution, for containers; with rules that change the weights."""
     model, x = conv_net(), images()
     n_features = {"features.1": 6, "features.2": 6}.get(layer, 10 if "top" in layer else 8)
     split = DisentangledAttribution(LRP(conv_rules(model)), layer, subspaces(n_features)).attribute(
