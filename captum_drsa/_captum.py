@@ -1,0 +1,82 @@
+"""The one place that touches Captum's private parts; when a Captum release moves them, look here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from captum._utils.common import _run_forward, _select_targets
+from captum.attr import LRP, DeepLift
+from captum.attr._utils.common import _format_callable_baseline
+from captum.attr._utils.lrp_rules import PropagationRule
+from captum.log import log_usage
+from torch import Tensor, nn
+
+__all__ = [
+    "PropagationRule",
+    "RuleHooks",
+    "call_forward",
+    "deep_lift_copy",
+    "draw_baselines",
+    "logged",
+    "select_index",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def logged(attribute: _F) -> _F:
+    """Mark a method as Captum marks its `attribute` methods: NoiseTunnel looks for the mark."""
+    return cast(_F, log_usage(part_of_slo=True)(attribute))
+
+
+def call_forward(forward: Callable[..., Any], inputs: tuple[Tensor, ...], args: Any) -> Tensor:
+    """Call a forward function as Captum's gradient methods do: DeepLift's takes no arguments at all."""
+    return cast(Tensor, _run_forward(forward, inputs, None, args))
+
+
+def select_index(output: Tensor, target: Any) -> Tensor:
+    """The entries of `output` that a Captum target names."""
+    return cast(Tensor, _select_targets(output, target))
+
+
+def draw_baselines(baselines: Any, inputs: Any) -> tuple[Any, ...]:
+    """Baselines as a tuple, drawn if they come as a function (GradientShap, DeepLiftShap)."""
+    return cast("tuple[Any, ...]", _format_callable_baseline(baselines, inputs))
+
+
+def deep_lift_copy(method: DeepLift, model: nn.Module) -> DeepLift:
+    """A DeepLift like `method` for another model, with hook lists of its own."""
+    attributor = copy.copy(method)
+    attributor.model = model
+    attributor.forward_handles, attributor.backward_handles = [], []
+    return attributor
+
+
+class RuleHooks:
+    """Captum's two LRP forward passes, one at a time, on a copy of the user's `LRP` object.
+
+    Both change the model (weights, hooks, attributes) and leave it so: run them inside `preserved(model)`.
+    """
+
+    def __init__(self, method: LRP, verbose: bool = False) -> None:
+        self._lrp = copy.copy(method)  # Captum keeps its working state on the attributor
+        self._lrp.verbose = verbose
+        self._lrp.layers, self._lrp.forward_handles, self._lrp.backward_handles = [], [], []
+
+    def first_pass(self, inputs: tuple[Tensor, ...], args: tuple[Any, ...]) -> Tensor:
+        """The model's true output; records activations and puts the rules' weights into the layers."""
+        self._lrp._get_layers(self._lrp.model)
+        self._lrp._check_and_attach_rules()
+        with torch.no_grad():
+            return cast(Tensor, self._lrp._compute_output_and_change_weights(inputs, None, args))
+
+    def register(self) -> None:
+        """Register the hooks that make the gradient of the second pass carry relevance."""
+        self._lrp._register_forward_hooks()
+
+    def second_pass(self, inputs: tuple[Tensor, ...], args: tuple[Any, ...]) -> Tensor:
+        """The output of the model with the rules' weights, to be differentiated."""
+        return call_forward(self._lrp._forward_fn_wrapper, inputs, args)

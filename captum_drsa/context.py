@@ -1,0 +1,180 @@
+"""Step 1 of Note B: activations a = φ(x) and contexts c, with R_k = (U_kᵀa)ᵀ(U_kᵀc)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from captum.attr import IntegratedGradients, LayerAttribution, ShapleyValueSampling
+from drsa_core import context_from_relevance
+from torch import Tensor
+
+from .request import Request
+from .upper_network import UpperNetwork
+
+# A context method maps a request to activations and contexts, both of shape (N, …, D, …).
+ContextMethod: TypeAlias = Callable[[Request], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class GradientContext:
+    """c = ∂y/∂a (Note B.2, Gradient × Input)."""
+
+    def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Activations and contexts from one forward pass and a backward pass down to the layer."""
+        with torch.enable_grad():
+            activation, score = _cut_run(request)
+            gradient = gradient_at_layer(score.sum(), activation, request.layer_name)
+        return activation.detach(), gradient
+
+
+@dataclass(frozen=True)
+class IntegratedGradientsContext:
+    """c = ∫ ∂y/∂a dt along the straight path from 0 to a (Note B.2, Integrated Gradients).
+
+    Attributes
+    ----------
+    n_steps : int
+        Steps of the integral. Default 100, as in Note D.
+    internal_batch_size : int
+        Activations per run of the upper network: bounds the memory.
+    """
+
+    n_steps: int = 100
+    internal_batch_size: int = 20
+
+    def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Activations and contexts, example by example."""
+
+        def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
+            # Without the product with a − 0 the integral itself is returned: nothing is divided by a.
+            method = IntegratedGradients(upper, multiply_by_inputs=False)
+            context: Tensor = method.attribute(
+                activation,
+                n_steps=self.n_steps,
+                internal_batch_size=min(self.internal_batch_size, self.n_steps),
+            )
+            return context
+
+        # IG cannot tell a missing path from a network that is flat; this can, and is cheap.
+        with torch.enable_grad():
+            activation, score = _cut_run(request)
+            gradient_at_layer(score.sum(), activation, request.layer_name)
+        return _by_example(request, activation.detach(), score.detach(), explain)
+
+
+@dataclass(frozen=True)
+class ShapleyContext:
+    """c_j = R_j / Σ_positions a_j, with the Shapley values R_j of the feature maps (Note B.2, Shapley).
+
+    Attributes
+    ----------
+    n_samples : int
+        Random permutations. Default 25, as in Note D.
+    perturbations_per_eval : int
+        Activations per run of the upper network: bounds the memory.
+    show_progress : bool
+        Captum's progress bar, one per example.
+    """
+
+    n_samples: int = 25
+    perturbations_per_eval: int = 32
+    show_progress: bool = False
+
+    def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Activations and contexts, example by example. The players are the D maps, the baseline is 0."""
+        dim = request.channel_dim
+
+        def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
+            players = [1] * activation.ndim
+            players[dim] = activation.shape[dim]
+            mask = torch.arange(activation.shape[dim], device=activation.device).reshape(players)
+            relevance = ShapleyValueSampling(upper).attribute(
+                activation,
+                feature_mask=mask,
+                n_samples=self.n_samples,
+                perturbations_per_eval=self.perturbations_per_eval,
+                show_progress=self.show_progress,
+            )
+            positions = [axis for axis in range(activation.ndim) if players[axis] == 1]
+            # Captum gives every position the value of its map; the mean of equal numbers is that number.
+            maps = relevance.to(activation).mean(positions, keepdim=True)
+            sums = activation.sum(positions, keepdim=True)
+            return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
+
+        with torch.no_grad():
+            activation, score = _cut_run(request)
+            return _by_example(request, activation, score, explain)
+
+
+@dataclass(frozen=True)
+class LayerAttributionContext:
+    """c = R ⊘ a with the relevance R of any Captum layer attributor, e.g. `LayerDeepLift`."""
+
+    attributor: LayerAttribution
+
+    def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Activations and contexts. The target must be one of Captum's."""
+        if callable(request.target):
+            raise TypeError(
+                f"{type(self.attributor).__name__} does not take a callable target; wrap the model in one "
+                "that returns the score, or use another context_method"
+            )
+        with torch.no_grad():
+            activation = request.activation().clone()
+        relevance = self.attributor.attribute(
+            request.inputs if len(request.inputs) > 1 else request.inputs[0],
+            target=request.target,
+            additional_forward_args=request.args or None,
+        )
+        relevance = relevance[0] if isinstance(relevance, tuple) else relevance
+        if relevance.shape != activation.shape:
+            raise ValueError(
+                f"{type(self.attributor).__name__} gives relevance of shape {tuple(relevance.shape)}, but "
+                f"the output of layer {request.layer_name!r} has shape {tuple(activation.shape)}; give it "
+                "the same layer, and attribute to its output"
+            )
+        return activation, context_from_relevance(activation, relevance.detach())
+
+
+def gradient_at_layer(
+    outputs: Tensor, activation: Tensor, layer_name: str, grad_outputs: Tensor | None = None
+) -> Tensor:
+    """Gradient at the layer, or an error that says why there is none."""
+    gradient = None
+    if outputs.requires_grad:
+        (gradient,) = torch.autograd.grad(outputs, activation, grad_outputs, allow_unused=True)
+    if gradient is None:
+        raise ValueError(
+            f"no gradient flows from the explained score to layer {layer_name!r}: the score does not depend "
+            "on that layer, or the model detaches it (torch.no_grad, .detach(), argmax). Choose another "
+            "layer or target"
+        )
+    return gradient
+
+
+def _cut_run(request: Request) -> tuple[Tensor, Tensor]:
+    """Activation, as a leaf of the graph above the layer, and scores (N,) of one forward pass."""
+    leaves: list[Tensor] = []
+
+    def cut(activation: Tensor) -> Tensor:
+        leaves.append(activation.detach().clone().requires_grad_(torch.is_grad_enabled()))
+        return leaves[0].clone()  # the next layer may work in place, which a leaf does not allow
+
+    score = request.select(request.run(cut))
+    return leaves[0], score
+
+
+def _by_example(
+    request: Request,
+    activation: Tensor,
+    score: Tensor,
+    explain: Callable[[UpperNetwork, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    contexts = []
+    for i in range(len(request)):
+        a = activation[i : i + 1]
+        contexts.append(explain(UpperNetwork(request.example(i), a, score[i : i + 1]), a))
+    return activation, torch.cat(contexts)

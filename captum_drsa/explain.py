@@ -1,0 +1,141 @@
+"""Step 2 of Note B: Captum methods that explain all K outputs of the relevance model at the cost of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from captum.attr import Attribution, DeepLift, NoiseTunnel
+from torch import Tensor
+
+from ._captum import call_forward, deep_lift_copy
+from .relevance_model import RelevanceModel, gradients_at_inputs
+from .request import Request
+
+
+def explain_by_gradient(
+    method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """K maps by a gradient method, shapes (N, K, …): one forward pass for K backward passes.
+
+    The inputs get an axis of size 1 for the concepts, and the attributor's `gradient_func` is replaced by one
+    that returns gradients (n, K, …). Captum's own code for paths, steps, noise and baselines then broadcasts.
+    """
+    inputs = tuple(x.detach().unsqueeze(1).requires_grad_() for x in request.inputs)
+    if "baselines" in options:
+        options = {**options, "baselines": _with_concept_axis(options["baselines"])}
+    attributor = _for_model(method, model)
+    maps: Any = attributor.attribute(inputs, additional_forward_args=_forward_args(request), **options)
+    return tuple(m.detach() for m in maps)
+
+
+def explain_by_perturbation(
+    method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """K maps by a method that perturbs the input, shapes (N, K, …): one run, as the output is (n, K)."""
+    attributor = copy.copy(method)
+    attributor.forward_func = model
+    inputs = tuple(x.detach() for x in request.inputs)
+    with torch.no_grad():
+        maps: Any = attributor.attribute(inputs, additional_forward_args=_forward_args(request), **options)
+    # Captum's samplers keep the axes (N, K) of the output, its ablations merge them.
+    shape = (len(request), model.n_concepts)
+    return tuple(m.reshape(*shape, *x.shape[1:]) for m, x in zip(maps, inputs, strict=True))
+
+
+def explain_by_surrogate(
+    method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """K maps by a method that fits a surrogate to one output (KernelShap), shapes (N, K, …).
+
+    The network runs for the first concept only. The others meet the same perturbations, from the same state
+    of the random number generator, and read the outputs that were recorded.
+    """
+    attributor = copy.copy(method)
+    attributor.forward_func = recording = _Recording(model)
+    inputs = tuple(x.detach() for x in request.inputs)
+    state = torch.get_rng_state()
+    concepts = []
+    for k in range(model.n_concepts):
+        torch.set_rng_state(state)
+        recording.play(k)
+        with torch.no_grad():
+            maps: Any = attributor.attribute(
+                inputs, additional_forward_args=_forward_args(request), **options
+            )
+        concepts.append(maps if isinstance(maps, tuple) else (maps,))
+    return tuple(torch.stack(parts, dim=1) for parts in zip(*concepts, strict=True))
+
+
+class _Recording:
+    """Output k of the model, from the model itself at the first go and from memory afterwards."""
+
+    def __init__(self, model: RelevanceModel) -> None:
+        self._model = model
+        self._outputs: list[Tensor] = []
+
+    def play(self, concept: int) -> None:
+        """Begin again, for another concept."""
+        self._concept, self._position = concept, 0
+
+    def __call__(self, *args: Any) -> Tensor:
+        if self._position == len(self._outputs):
+            self._outputs.append(self._model(*args))
+        output = self._outputs[self._position]
+        self._position += 1
+        return output[:, self._concept]
+
+
+def _forward_args(request: Request) -> tuple[Any, ...]:
+    return (*request.args, torch.arange(len(request), device=request.inputs[0].device))
+
+
+def _with_concept_axis(baselines: Any) -> Any:
+    if isinstance(baselines, tuple):
+        return tuple(_with_concept_axis(baseline) for baseline in baselines)
+    return baselines.unsqueeze(1) if isinstance(baselines, Tensor) else baselines
+
+
+def _for_model(method: Attribution, model: RelevanceModel) -> Attribution:
+    """A copy of the attributor that explains `model` in all concepts; the user's own stays as it is."""
+    if isinstance(method, NoiseTunnel):
+        tunnel = copy.copy(method)
+        tunnel.attribution_method = _for_model(method.attribution_method, model)
+        tunnel.forward_func = model
+        return tunnel
+    attributor = deep_lift_copy(method, model) if isinstance(method, DeepLift) else copy.copy(method)
+    attributor.forward_func = model
+    attributor.gradient_func = _joint_gradients(model)
+    return attributor
+
+
+def _joint_gradients(model: RelevanceModel) -> Callable[..., tuple[Tensor, ...]]:
+    """A replacement for Captum's gradient function: gradients of all R̂_k, shapes (n, K, …)."""
+
+    def gradient_func(
+        forward_fn: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        target_ind: object = None,
+        additional_forward_args: object = None,
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            relevance = call_forward(forward_fn, inputs, additional_forward_args)
+            n_concepts = relevance.shape[1]
+            # DeepLift's backward hooks use up what its forward hooks have left on the modules.
+            kept = [
+                (module, module.input, module.output)
+                for module in model.modules()
+                if hasattr(module, "input") and hasattr(module, "output")
+            ]
+            gradients = []
+            for k in range(n_concepts):
+                for module, before, after in kept:
+                    module.input, module.output = before, after
+                gradients.append(
+                    gradients_at_inputs(relevance[:, k].sum(), inputs, k + 1 < n_concepts, model.layer_name)
+                )
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
+
+    return gradient_func

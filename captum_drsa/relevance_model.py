@@ -1,0 +1,112 @@
+"""Step 2 of Note B: the relevance model x ↦ R̂_k(x) = (U_kᵀφ(x))ᵀ(U_kᵀ[c]), the network up to the layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from drsa_core import Subspaces, filter_context
+from torch import Tensor, nn
+
+from .request import Request, activation_at
+
+
+class RelevanceModel(nn.Module):
+    """The network up to the layer, read out by the filtered contexts U_kU_kᵀ[c]; output (n, K).
+
+    Called with the inputs, the additional forward arguments, and last the numbers (n,) of the examples that
+    the rows come from. Captum repeats that tensor as it repeats the rows: it says whose context is meant.
+
+    Parameters
+    ----------
+    request : Request
+    context : tensor, shape (N, …, D, …)
+        [c], held constant.
+    subspaces : Subspaces
+    concept_axis : bool
+        Whether the inputs come as (n, 1, …), see `explain_by_gradient`.
+    """
+
+    def __init__(
+        self, request: Request, context: Tensor, subspaces: Subspaces, concept_axis: bool = False
+    ) -> None:
+        super().__init__()
+        self.forward_func = request.forward  # a child module if it is one: DeepLift looks for its layers
+        self.layer_name = request.layer_name
+        self._layer = (request.layer,)  # in a tuple, lest it be a child a second time
+        self._n_inputs = len(request.inputs)
+        self._concept_axis = concept_axis
+        filtered = filter_context(context.detach(), subspaces, request.channel_dim)  # (K, N, …, D, …)
+        self._filtered = filtered.transpose(0, 1).flatten(2)  # (N, K, positions × D)
+
+    def forward(self, *args: Any) -> Tensor:
+        """R̂_k of every row, shape (n, K)."""
+        *args_of_model, example = args
+        if self._concept_axis:
+            args_of_model[: self._n_inputs] = [x.squeeze(1) for x in args_of_model[: self._n_inputs]]
+        activation = activation_at(self.forward_func, self._layer[0], self.layer_name, args_of_model)
+        return self.relevance(activation, example)
+
+    @property
+    def n_concepts(self) -> int:
+        """Number K of concepts."""
+        return int(self._filtered.shape[1])
+
+    def relevance(self, activation: Tensor, example: Tensor) -> Tensor:
+        """R̂_k of activations (n, …, D, …) under the contexts of the examples named, shape (n, K)."""
+        rows = activation.flatten(1)
+        if len(self._filtered) == 1:
+            return rows @ self._filtered[0].T
+        # Example by example, so that no context is copied for every row.
+        relevance = rows.new_zeros(len(rows), self.n_concepts)
+        for i in range(len(self._filtered)):
+            relevance[example == i] = rows[example == i] @ self._filtered[i].T
+        return relevance
+
+
+def gradients_at_inputs(
+    outputs: Tensor,
+    inputs: tuple[Tensor, ...],
+    retain_graph: bool,
+    layer_name: str,
+    grad_outputs: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients at the inputs, or an error that says why there are none."""
+    gradients: tuple[Tensor | None, ...] = (None,)
+    if outputs.requires_grad:
+        gradients = torch.autograd.grad(
+            outputs, inputs, grad_outputs, retain_graph=retain_graph, allow_unused=True
+        )
+    found = tuple(gradient for gradient in gradients if gradient is not None)
+    if len(found) != len(inputs):
+        raise ValueError(
+            f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, "
+            "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
+        )
+    return found
+
+
+def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, distribution: bool) -> Tensor:
+    """R̂_k(x̃) under the context of each example, shape (N, K); the mean if x̃ is a distribution."""
+    given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
+    references = [_like(x, baseline) for x, baseline in zip(request.inputs, given, strict=True)]
+    example = torch.arange(len(request), device=request.inputs[0].device)
+    if not distribution:
+        parts = [tuple(r.expand_as(x) for r, x in zip(references, request.inputs, strict=True))]
+    else:
+        parts = [
+            tuple(r[b : b + 1].expand_as(x) for r, x in zip(references, request.inputs, strict=True))
+            for b in range(len(references[0]))
+        ]
+    relevance = [
+        model.relevance(replace(request, inputs=reference).activation(), example) for reference in parts
+    ]
+    return torch.stack(relevance).mean(0)
+
+
+def _like(x: Tensor, baseline: Any) -> Tensor:
+    """A baseline, given as a tensor, a number or None, as a tensor (1, …), (N, …) or (n_baselines, …)."""
+    if isinstance(baseline, Tensor):
+        return baseline.to(x)
+    return torch.full_like(x[:1], 0 if baseline is None else baseline)

@@ -1,0 +1,164 @@
+"""What K concept maps cost with Captum, against one map, side by side in one run.
+
+Prints a Markdown table. Times are medians over `--repeats`, taken in turn; the model is torchvision's VGG16
+with random weights (the cost does not depend on them), the layer Conv4_3 after ReLU (`features.22`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from captum.attr import LRP, IntegratedGradients, ShapleyValueSampling
+from drsa_core import RandomSubspaces, Subspaces
+from torch import Tensor
+from torch.nn import functional
+from torchvision.models import VGG, vgg16
+
+from captum_drsa import DisentangledAttribution, ShapleyContext, patch_mask
+from captum_drsa.context import ContextMethod
+
+LAYER = "features.22"
+TARGET = 430
+
+
+def subspaces(n_subspaces: int) -> Subspaces:
+    return RandomSubspaces(n_subspaces, random_state=0).fit(torch.zeros(1, 512)).subspaces_
+
+
+def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each run; the runs take turns, so that a slow minute hits all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def row(what: str, base: str, seconds: float, base_seconds: float, bound: str) -> None:
+    print(
+        f"| {what} | {seconds:.2f} | {base} | {base_seconds:.2f} | {seconds / base_seconds:.2f} | {bound} |"
+    )
+
+
+def known(activation: Tensor, context: Tensor) -> ContextMethod:
+    """A context method that costs nothing, to time step 2 alone."""
+    return lambda request: (activation, context)
+
+
+def integrated_gradients(model: VGG, x: Tensor, n_steps: int, batch: int, repeats: int) -> None:
+    method, four = IntegratedGradients(model), subspaces(4)
+    both = DisentangledAttribution(method, LAYER, four)
+    pair = both.context(x, TARGET)
+    second = DisentangledAttribution(method, LAYER, four, context_method=known(*pair))
+    options: dict[str, Any] = {"target": TARGET, "n_steps": n_steps, "internal_batch_size": batch}
+    seconds = medians(
+        {
+            "one": lambda: method.attribute(x, **options),
+            "second": lambda: second.attribute(x, **options),
+            "both": lambda: both.attribute(x, **options),
+        },
+        repeats,
+    )
+    base = f"one IG map, {n_steps} steps"
+    row(f"IG, K=4, {n_steps} steps, step 2", base, seconds["second"], seconds["one"], "≤ 2.8")
+    row(f"IG, K=4, {n_steps} steps, with the 100 steps of step 1", base, seconds["both"], seconds["one"], "")
+
+
+def lrp(model: VGG, x: Tensor, repeats: int) -> None:
+    method = LRP(model)
+    split = DisentangledAttribution(method, LAYER, subspaces(4))
+    seconds = medians(
+        {
+            "one": lambda: method.attribute(x, target=TARGET),
+            "both": lambda: split.attribute(x, target=TARGET),
+        },
+        repeats,
+    )
+    row("LRP, K=4", "one LRP map", seconds["both"], seconds["one"], "≤ 3")
+
+
+def shapley(
+    model: VGG, x: Tensor, patch: int, permutations: int, maps: int, batch: int, repeats: int
+) -> None:
+    method = ShapleyValueSampling(model)
+    mask = patch_mask(x, patch)
+    n_patches = int(mask.max()) + 1
+    first = ShapleyContext(n_samples=maps, perturbations_per_eval=batch)
+    options: dict[str, Any] = {
+        "target": TARGET,
+        "feature_mask": mask,
+        "n_samples": permutations,
+        "perturbations_per_eval": batch,
+    }
+    pair = DisentangledAttribution(method, LAYER, subspaces(1), context_method="gradient").context(x, TARGET)
+    split = {
+        k: DisentangledAttribution(method, LAYER, subspaces(k), context_method=known(*pair)) for k in (1, 4)
+    }
+    context = DisentangledAttribution(method, LAYER, context_method=first)
+    seconds = medians(
+        {
+            "one": lambda: method.attribute(x, **options),
+            "K=1": lambda: split[1].attribute(x, **options),
+            "K=4": lambda: split[4].attribute(x, **options),
+            "context": lambda: context.context(x, TARGET),
+        },
+        repeats,
+    )
+    what = f"{n_patches} patches, {permutations} permutations"
+    row(f"Shapley, K=4, {what}, step 2", "one concept, step 2", seconds["K=4"], seconds["K=1"], "≤ 1.1")
+    whole = {k: seconds[f"K={k}"] + seconds["context"] * permutations / maps for k in (1, 4)}
+    row(f"Shapley, K=4, {what}, both steps", "one concept, both steps", whole[4], whole[1], "≤ 1.1")
+    row(f"Shapley, K=4, {what}, step 2", "one standard Shapley map", seconds["K=4"], seconds["one"], "")
+    row(f"Shapley, K=4, {what}, both steps", "one standard Shapley map", whole[4], seconds["one"], "")
+    evaluations = n_patches * permutations
+    print(
+        f"\nShapley, per evaluation of a patch: one-way {seconds['one'] / evaluations * 1e3:.1f} ms, "
+        f"one concept {seconds['K=1'] / evaluations * 1e3:.1f} ms, "
+        f"K=4 {seconds['K=4'] / evaluations * 1e3:.1f} ms; "
+        f"step 1, per evaluation of a feature map: {seconds['context'] / (512 * maps) * 1e3:.1f} ms"
+        + ("." if maps == permutations else f" (measured with {maps} of {permutations} permutations).")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", type=int, default=224, help="height and width of the image")
+    parser.add_argument("--steps", type=int, nargs="+", default=[10], help="steps of Integrated Gradients")
+    parser.add_argument("--batch", type=int, default=10, help="images per evaluation")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--only", choices=["ig", "lrp", "shapley"], nargs="+", default=["ig", "lrp", "shapley"]
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="Shapley with the paper's 25 permutations in both steps, once: takes tens of minutes on a CPU. "
+        "Default: 1 permutation in each step, and the cost of an evaluation",
+    )
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = vgg16(weights=None).eval()
+    x = functional.interpolate(torch.randn(1, 3, 14, 14), size=(args.size, args.size), mode="bilinear")
+    print(f"VGG16, {LAYER}, 1 × 3 × {args.size} × {args.size}, {torch.get_num_threads()} threads\n")
+    print("| what | s | against | s | ratio | bound |\n|---|---|---|---|---|---|")
+    if "ig" in args.only:
+        for n_steps in args.steps:
+            integrated_gradients(model, x, n_steps, args.batch, args.repeats)
+    if "lrp" in args.only:
+        lrp(model, x, args.repeats)
+    if "shapley" in args.only:
+        permutations = 25 if args.full else 1
+        shapley(model, x, 16, permutations, permutations, args.batch, 1 if args.full else args.repeats)
+
+
+if __name__ == "__main__":
+    main()

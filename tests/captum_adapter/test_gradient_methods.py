@@ -1,0 +1,269 @@
+"""Gradient methods against literal transcriptions of Note B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captum.attr import (
+    DeepLift,
+    DeepLiftShap,
+    GradientShap,
+    InputXGradient,
+    IntegratedGradients,
+    NoiseTunnel,
+    Saliency,
+)
+from torch import nn
+
+from captum_drsa import DisentangledAttribution
+from tests.captum_adapter.networks import Mlp, conv_net, images, subspaces
+
+# DeepLift announces its hooks on every call.
+pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:Input Tensor")
+
+
+@pytest.fixture
+def mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp().eval()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def test_gradient_times_input_is_the_filtered_chain_rule(mlp: Mlp, x: torch.Tensor) -> None:
+    """R_pk = ∂y/∂h_k · ∂h_k/∂x_p · x_p, with the Jacobians written out."""
+    u = subspaces(8, dtype=torch.float64)
+    maps = DisentangledAttribution(InputXGradient(mlp), "lower", u).attribute(x, target=2)
+    for n in range(len(x)):
+        jacobian = torch.autograd.functional.jacobian(mlp.phi, x[n])  # (D, P)
+        c = torch.autograd.functional.jacobian(mlp.g, mlp.phi(x[n]))[2]
+        for k, block in enumerate(u.blocks):
+            expected = (block.T @ c) @ (block.T @ jacobian) * x[n]
+            torch.testing.assert_close(maps[n, k], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", ["features.3", "features.4", "features"])
+def test_gradient_times_input_parts_add_up_to_captums_map(layer: str) -> None:
+    """Also for a convolution whose output the next layer overwrites in place."""
+    model, x = conv_net(), images()
+    split = DisentangledAttribution(InputXGradient(model), layer, subspaces(8)).attribute(x, target=1)
+    whole = InputXGradient(model).attribute(x.clone().requires_grad_(), target=1).detach()
+    assert (split.sum(1) - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def gauss_legendre(n: int) -> list[tuple[float, float]]:
+    import numpy as np
+
+    nodes, weights = np.polynomial.legendre.leggauss(n)
+    return [(float(t + 1) / 2, float(w) / 2) for t, w in zip(nodes, weights, strict=True)]
+
+
+def test_integrated_gradients_is_the_double_sum_of_note_b(mlp: Mlp, x: torch.Tensor) -> None:
+    """c = ∫ ∂y/∂a dt from 0 to a; R_pk = ∫ ∂R̂_k/∂x_p dt · x_p with c constant."""
+    u = subspaces(8, dtype=torch.float64)
+    maps = DisentangledAttribution(IntegratedGradients(mlp), "lower", u).attribute(x, target=1, n_steps=20)
+    for n in range(len(x)):
+        a = mlp.phi(x[n]).detach()
+        c = sum(w * torch.autograd.functional.jacobian(mlp.g, t * a)[1] for t, w in gauss_legendre(100))
+        jacobian = sum(
+            w * torch.autograd.functional.jacobian(mlp.phi, t * x[n]) for t, w in gauss_legendre(20)
+        )
+        for k, block in enumerate(u.blocks):
+            expected = (block.T @ c) @ (block.T @ jacobian) * x[n]
+            # Captum keeps the weights of the steps in float32, hence 1e-6.
+            torch.testing.assert_close(maps[n, k], expected, rtol=2e-6, atol=1e-7)
+
+
+def test_relevance_model_against_the_nested_double_integral() -> None:
+    """Where y is linear in a, c does not depend on x, and R̂_k is R_k: the nested integral comes out the same.
+
+    Above a nonlinear network both have the same sum over p and k (conservation), but not the same maps.
+    """
+
+    def nested(g, phi, u, x, target, steps):
+        """R_pk = ∫ ∂/∂x_p ( ∫ ∂y/∂h_k ∂h_k/∂s ds ) ∂x_p/∂t dt, differentiated through the inner integral."""
+        total = torch.zeros(u.n_subspaces, len(x), dtype=x.dtype)
+        for t, w in gauss_legendre(steps):
+            point = (t * x).requires_grad_()
+            h = u.basis.T @ phi(point)
+            for k, columns in enumerate(torch.arange(len(h)).split(u.dims)):
+                r_k = h.new_zeros(())
+                for s, v in gauss_legendre(steps):
+                    path = s * h
+                    y = g(u.basis @ path)[target]
+                    (dy,) = torch.autograd.grad(y, path, create_graph=True)
+                    r_k = r_k + v * (dy[columns] * h[columns]).sum()
+                (gradient,) = torch.autograd.grad(r_k, point, retain_graph=True)
+                total[k] += w * gradient * x
+        return total
+
+    torch.manual_seed(3)
+    x = torch.randn(1, 4, dtype=torch.float64)
+    u = subspaces(5, 2, dtype=torch.float64)
+    lower = nn.Sequential(nn.Linear(4, 5), nn.Tanh()).double()
+    linear = nn.Linear(5, 2).double()
+    model = nn.Sequential(lower, linear)
+    maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(x, target=0, n_steps=12)
+    expected = nested(linear, lower, u, x[0], 0, 12)
+    torch.testing.assert_close(maps[0], expected, rtol=1e-5, atol=1e-7)
+
+    bent = nn.Sequential(nn.Linear(5, 6), nn.Softplus(), nn.Linear(6, 2)).double()
+    model = nn.Sequential(lower, bent)
+    maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(
+        x, target=0, baselines=x * 0, n_steps=40
+    )
+    expected = nested(bent, lower, u, x[0], 0, 12)
+    # Both are 0 at a reference with φ(x̃) = 0, which the bias of `lower` prevents; hence with Note B.3.
+    reference = lower(x * 0)[0]
+    a, c = DisentangledAttribution(IntegratedGradients(model), "0", u).context(x, 0)
+    by_hand = (a[0] - reference) @ c[0]
+    assert torch.isclose(maps.sum(), by_hand, rtol=1e-4)
+    zero_at_origin = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh()).double()
+    model = nn.Sequential(zero_at_origin, bent)
+    maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(x, target=0, n_steps=40)
+    expected = nested(bent, zero_at_origin, u, x[0], 0, 40)
+    torch.testing.assert_close(maps.sum(), expected.sum(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("baseline", [None, 0.3, "tensor", "one"])
+def test_integrated_gradients_total_is_exact(baseline: object) -> None:
+    """Σ_p R_pk = (φ(x) − φ(x̃))ᵀ U_kU_kᵀ c (Note B.3), for each k."""
+    model, x, u = conv_net(), images(), subspaces(8)
+    baselines: Any = {"tensor": images(seed=5), "one": images(1, seed=6)}.get(str(baseline), baseline)
+    da = DisentangledAttribution(IntegratedGradients(model), "features.4", u)
+    maps, delta = da.attribute(
+        x, target=[1, 3], n_steps=200, baselines=baselines, return_convergence_delta=True
+    )
+    a, c = da.context(x, [1, 3])
+    reference = torch.zeros_like(x) + (0 if baselines is None else baselines)
+    difference = a - model.features(reference).detach()
+    expected = torch.stack([(difference * u.project(c, k)).sum((1, 2, 3)) for k in range(3)], dim=1)
+    total = maps.flatten(2).sum(2)
+    torch.testing.assert_close(da.total_relevance(x, [1, 3], baselines), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(delta, total - expected, rtol=1e-3, atol=1e-6)
+    # What is left is the error of 200 steps along a path with kinks.
+    assert (total - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_delta_is_captums_for_one_concept_below_a_linear_head() -> None:
+    """With one complete block and y linear in a, R̂ is y up to a constant: the deltas of Captum come back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, b = torch.randn(4, 6), torch.randn(4, 6)
+    for method in (IntegratedGradients(model), DeepLift(model)):
+        options: dict[str, Any] = {"n_steps": 3} if isinstance(method, IntegratedGradients) else {}
+        _, expected = method.attribute(x, b, target=1, return_convergence_delta=True, **options)
+        _, delta = DisentangledAttribution(method, "1", subspaces(8, 1)).attribute(
+            x, baselines=b, target=1, return_convergence_delta=True, **options
+        )
+        torch.testing.assert_close(delta[:, 0], expected.to(delta), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (IntegratedGradients, {"n_steps": 4}),
+        (IntegratedGradients, {"n_steps": 5, "internal_batch_size": 3, "baselines": 0.2}),
+        (lambda m: IntegratedGradients(m, multiply_by_inputs=False), {"n_steps": 4}),
+        (InputXGradient, {}),
+        (Saliency, {}),
+        (Saliency, {"abs": False}),
+        (GradientShap, {"baselines": images(4, seed=7), "n_samples": 3, "stdevs": 0.1}),
+        (GradientShap, {"baselines": lambda x: x[:1] * 0.1, "n_samples": 2}),
+        (DeepLift, {}),
+        (DeepLift, {"baselines": images(2, seed=8)}),
+        (DeepLiftShap, {"baselines": images(3, seed=8)}),
+        (lambda m: NoiseTunnel(InputXGradient(m)), {"nt_samples": 3, "stdevs": 0.2}),
+        (
+            lambda m: NoiseTunnel(IntegratedGradients(m)),
+            {"nt_samples": 2, "n_steps": 3, "nt_type": "vargrad"},
+        ),
+        (lambda m: NoiseTunnel(Saliency(m)), {"nt_samples": 4, "nt_samples_batch_size": 3}),
+        (lambda m: NoiseTunnel(DeepLift(m)), {"nt_samples": 2}),
+    ],
+)
+def test_joint_maps_are_captums_maps_of_the_relevance_model(build, options) -> None:
+    """K maps from one forward pass are what Captum gives for each R̂_k written out as a network of its own."""
+
+    class Explained(nn.Module):
+        def __init__(self, features: nn.Module, readout: torch.Tensor) -> None:
+            super().__init__()
+            self.features, self.readout = features, readout  # readout (N, D, H, W) = U_kU_kᵀc
+
+        def forward(self, x: torch.Tensor, row: torch.Tensor):
+            return (self.features(x) * self.readout[row]).sum((1, 2, 3))
+
+    def seeded(run):
+        import numpy as np
+
+        torch.manual_seed(0)
+        np.random.seed(0)  # noqa: NPY002  GradientShap draws from it
+        return run().detach()
+
+    model, x, u = conv_net(), images(), subspaces(8)
+    da = DisentangledAttribution(build(model), "features.4", u)
+    _, c = da.context(x, [0, 4])
+    maps = seeded(lambda: da.attribute(x, target=[0, 4], **options))
+    assert maps.shape == (2, 3, 3, 12, 12)
+    for k in range(3):
+        method = build(Explained(model.features, u.project(c, k)))
+        expected = seeded(
+            lambda m=method: m.attribute(x, additional_forward_args=(torch.arange(2),), **options)
+        )
+        assert (maps[:, k] - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_noise_tunnel_around_the_split_attributor() -> None:
+    """Every noisy sample gets its own context; the maps are averaged, delta is (N · samples, K)."""
+    model, x, u = conv_net(), images(), subspaces(8)
+    da = DisentangledAttribution(IntegratedGradients(model), "features.4", u)
+    tunnel = NoiseTunnel(da)
+    torch.manual_seed(0)
+    maps, delta = tunnel.attribute(
+        x, target=1, nt_samples=2, stdevs=0.1, n_steps=4, return_convergence_delta=True
+    )
+    torch.manual_seed(0)
+    noisy = x.repeat_interleave(2, dim=0) + torch.normal(0, torch.tensor(0.1).repeat(4, 3, 12, 12))
+    by_hand, delta_by_hand = da.attribute(noisy, target=1, n_steps=4, return_convergence_delta=True)
+    torch.testing.assert_close(maps, by_hand.unflatten(0, (2, 2)).mean(1))
+    torch.testing.assert_close(delta, delta_by_hand)
+
+
+def test_one_forward_pass_for_all_concepts() -> None:
+    """The part above the layer runs in step 1 alone, the part below once more, whatever K is."""
+    model, x = conv_net(), images()
+    for n_subspaces in (1, 4):
+        runs = {"below": 0, "above": 0}
+        handles = [
+            model.features[0].register_forward_hook(
+                lambda *_, runs=runs: runs.update(below=runs["below"] + 1)
+            ),
+            model.classifier.register_forward_hook(
+                lambda *_, runs=runs: runs.update(above=runs["above"] + 1)
+            ),
+        ]
+        DisentangledAttribution(InputXGradient(model), "features.4", subspaces(8, n_subspaces)).attribute(
+            x, target=1
+        )
+        for handle in handles:
+            handle.remove()
+        assert runs == {"below": 2, "above": 1}
+
+
+@pytest.mark.parametrize("n_subspaces", [1, 8])
+def test_batches_are_those_that_the_user_allows(n_subspaces: int) -> None:
+    """Rows per forward pass in step 2: internal_batch_size, whatever K and the number of steps are."""
+    model, x = conv_net(), images(1)
+    da = DisentangledAttribution(
+        IntegratedGradients(model), "features.4", subspaces(8, n_subspaces), context_method="gradient"
+    )
+    rows: list[int] = []
+    model.features[0].register_forward_hook(lambda _, __, output: rows.append(len(output)))
+    da.attribute(x, target=1, n_steps=20, internal_batch_size=4)
+    assert max(rows) == 4
+    assert sum(rows) == 20 + 1
