@@ -203,7 +203,7 @@ class _Examination:
             if not bool(output.isfinite().all()):
                 self.non_finite.add(module)
             if output.requires_grad:
-                output.register_hook(  # type: ignore[no-untyped-call]
+                output.register_hook(
                     lambda relevance: self._note(self.received, module, relevance, magnitude=True)
                 )
 

@@ -94,7 +94,7 @@ class GeneralizedGamma(ForwardRule):
             if self.bias == "authors" and getattr(module, "bias", None) is not None:
                 b = module.get_parameter("bias").detach()
                 denominator = denominator - self.gamma / 2 * b.view(-1, *(1,) * (z.ndim - 2))
-        return OverDenominator.apply(denominator, z.detach(), self.threshold)  # type: ignore[no-any-return]
+        return OverDenominator.apply(denominator, z.detach(), self.threshold)
 
     def copy(self) -> GeneralizedGamma:
         """A hook of the same parameters for another module."""
@@ -148,12 +148,12 @@ class BoundedInput(ForwardRule):
 
         def term(value: Tensor, weight: Tensor) -> Tensor:
             with _parameters(module, {"weight": weight, "bias": None}):
-                return module.forward(TimesInput.apply(x, value))  # type: ignore[no-any-return]
+                return module.forward(TimesInput.apply(x, value))
 
         denominator = term(values, weight) - term(low, weight.clamp(min=0)) - term(high, weight.clamp(max=0))
         if self.bias == "authors" and module.bias is not None:
             denominator = denominator - module.get_parameter("bias").detach().view(-1, 1, 1)
-        return OverDenominator.apply(denominator, output.detach(), self.threshold)  # type: ignore[no-any-return]
+        return OverDenominator.apply(denominator, output.detach(), self.threshold)
 
     def copy(self) -> BoundedInput:
         """A hook of the same parameters for another module."""

@@ -253,7 +253,7 @@ def _basic_block(block: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         z = block.aa(block.act1(block.drop_block(block.bn1(block.conv1(x)))))
         z = block.bn2(block.conv2(z))
-        return block.act2(_resnet_sum(block, z, x))  # type: ignore[no-any-return]
+        return block.act2(_resnet_sum(block, z, x))
 
     return forward
 
@@ -266,7 +266,7 @@ def _bottleneck(block: Any) -> Callable[[Tensor], Tensor]:
         z = block.act1(block.bn1(block.conv1(x)))
         z = block.aa(block.act2(block.drop_block(block.bn2(block.conv2(z)))))
         z = block.bn3(block.conv3(z))
-        return block.act3(_resnet_sum(block, z, x))  # type: ignore[no-any-return]
+        return block.act3(_resnet_sum(block, z, x))
 
     return forward
 
@@ -282,7 +282,7 @@ def _regnet_bottleneck(block: Any) -> Callable[[Tensor], Tensor]:
         z = block.conv3(block.se(block.conv2(block.conv1(x))))
         if block.downsample is not None:
             z = _add(block, block.drop_path(z), block.downsample(x))
-        return block.act3(z)  # type: ignore[no-any-return]
+        return block.act3(z)
 
     return forward
 
@@ -320,7 +320,7 @@ _FORWARDS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
 
 
 def _add(block: Any, z: Tensor, shortcut: Tensor) -> Tensor:
-    return block.canonical_sum(torch.stack((z, shortcut), dim=-1))  # type: ignore[no-any-return]
+    return block.canonical_sum(torch.stack((z, shortcut), dim=-1))
 
 
 def _avg_pool_forward(pool: Any) -> Callable[[Tensor], Tensor]:
@@ -328,8 +328,8 @@ def _avg_pool_forward(pool: Any) -> Callable[[Tensor], Tensor]:
         channels_last = tuple(pool.dim) == (1, 2)
         pooled = pool.canonical_pool(x.permute(0, 3, 1, 2) if channels_last else x)
         if pool.flatten:
-            return pooled.flatten(1)  # type: ignore[no-any-return]
-        return pooled.permute(0, 2, 3, 1) if channels_last else pooled  # type: ignore[no-any-return]
+            return pooled.flatten(1)
+        return pooled.permute(0, 2, 3, 1) if channels_last else pooled
 
     return forward
 
@@ -341,13 +341,13 @@ def _layer_norm_forward(norm: Any, threshold: float = 1e-6) -> Callable[[Tensor]
 
     def forward(x: Tensor) -> Tensor:
         if not x.requires_grad:
-            return original(x)  # type: ignore[no-any-return]
+            return original(x)
         a = TimesInput.apply(x, x.detach())
         inverse = (x.detach().var(dim, keepdim=True, unbiased=False) + norm.eps).rsqrt()
         shape = (-1, 1, 1) if dim == 1 else (-1,)
         y = (a - a.mean(dim, keepdim=True)) * inverse
         y = y if norm.weight is None else y * norm.weight.detach().view(shape)
         y = y if norm.bias is None else y + norm.bias.detach().view(shape)
-        return OverDenominator.apply(y, original(x.detach()), threshold)  # type: ignore[no-any-return]
+        return OverDenominator.apply(y, original(x.detach()), threshold)
 
     return forward

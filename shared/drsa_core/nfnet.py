@@ -202,6 +202,6 @@ def _block_forward(block: nn.Module) -> Callable[[Tensor], Tensor]:
         z = b.conv3(b.act3(z))
         if b.attn_last is not None:
             z = attention(b.attn_last, z)
-        return b.canonical_sum(torch.stack((passing(z, scale_residual), shortcut), dim=-1))  # type: ignore[no-any-return]
+        return b.canonical_sum(torch.stack((passing(z, scale_residual), shortcut), dim=-1))
 
     return forward

@@ -78,8 +78,9 @@ class Subspaces:
             raise ValueError(f"names must be {len(self.dims)} different strings, got {self.names}")
         self.metadata: dict[str, Any] = _json_copy(metadata or {})
 
-        # Rounding of an orthonormal matrix grows like sqrt(D)·eps; real mistakes are orders above this.
-        tolerance = 100 * torch.finfo(self.basis.dtype).eps * self.n_features**0.5
+        # Rounding of an orthonormal matrix grows like sqrt(D)·eps; real mistakes are orders above this. The
+        # eps is that of float32 for all: a basis learned in float32 may be used in float64.
+        tolerance = 100 * torch.finfo(torch.float32).eps * self.n_features**0.5
         error = self.orthogonality_error
         if error > tolerance:
             what = "dualᵀ basis" if self.dual is not None else "basisᵀ basis"

@@ -55,7 +55,8 @@ def compare(a: Tensor, c: Tensor, n_subspaces: int, seed: int, iterations: int) 
     fast, fast_seconds = timed(quasi_newton, objective, start, 500)
     paper, paper_seconds = timed(gradient_ascent, objective, start, iterations)
     print(
-        f"\nN = {len(a)}, D = {a.shape[1]}, K = {n_subspaces}, start {seed}, {torch.get_num_threads()} threads\n"
+        f"\nN = {len(a)}, D = {a.shape[1]}, K = {n_subspaces}, start {seed}, "
+        f"{torch.get_num_threads()} threads\n"
     )
     print("| objective | paper's loop | default solver | faster |")
     print("|---|---|---|---|")

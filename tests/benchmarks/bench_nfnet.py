@@ -60,11 +60,11 @@ def main() -> None:
 
     def one_map() -> Tensor:
         with Gradient(model, composite) as attributor:
-            return attributor(x, start)[1]  # type: ignore[no-any-return]
+            return attributor(x, start)[1]
 
     def shared() -> Tensor:
         with DisentangledAttributor(Gradient(model, composite), options.layer, subspaces) as attributor:
-            return attributor(x, start)[1]  # type: ignore[no-any-return]
+            return attributor(x, start)[1]
 
     def repetition() -> Tensor:
         maps = []

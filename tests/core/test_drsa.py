@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,7 +295,7 @@ def test_global_random_state_is_left_alone() -> None:
         ({"tol": -1.0}, "tol must be at least 0"),
     ],
 )
-def test_bad_parameters_are_named(parameters: dict, message: str) -> None:
+def test_bad_parameters_are_named(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DRSA(**parameters).fit(*sample_pairs_of(10, 6))
 

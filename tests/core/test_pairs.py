@@ -125,9 +125,10 @@ def test_netdissect_on_a_real_tally() -> None:
 
 
 def test_layers_are_found_by_name_or_module() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    assert find_layer(model, "1.0") == ("1.0", model[1][0])
-    assert find_layer(model, model[0]) == ("0", model[0])
+    linear, relu = nn.Linear(2, 2), nn.ReLU()
+    model = nn.Sequential(linear, nn.Sequential(relu))
+    assert find_layer(model, "1.0") == ("1.0", relu)
+    assert find_layer(model, linear) == ("0", linear)
     with pytest.raises(ValueError, match=r"no layer '1\.1'; did you mean '1\.0'"):
         find_layer(model, "1.1")
     with pytest.raises(ValueError, match=r"see model\.named_modules"):
@@ -139,9 +140,10 @@ def test_layers_are_found_by_name_or_module() -> None:
 
 
 def test_fingerprints_tell_models_apart() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    linear = nn.Linear(2, 2)
+    model = nn.Sequential(linear, nn.BatchNorm1d(2))
     before = model_fingerprint(model)
     assert model_fingerprint(model) == before
     with torch.no_grad():
-        model[0].weight[0, 0] += 1e-6
+        linear.weight[0, 0] += 1e-6
     assert model_fingerprint(model) != before

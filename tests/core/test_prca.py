@@ -20,7 +20,8 @@ def pairs() -> tuple[torch.Tensor, torch.Tensor]:
 def test_eigenproblem_of_the_paper(pairs) -> None:
     """Σ = E[acᵀ + caᵀ], summed sample by sample; Σu = λu; λ signed and descending (Note C.2)."""
     a, c = pairs
-    sigma = sum(torch.outer(x, y) + torch.outer(y, x) for x, y in zip(a, c, strict=True)) / len(a)
+    outer = [torch.outer(x, y) + torch.outer(y, x) for x, y in zip(a, c, strict=True)]
+    sigma = torch.stack(outer).mean(0)
     prca = PRCA(n_components=3).fit(a, c)
     torch.testing.assert_close(
         sigma @ prca.components_, prca.components_ * prca.eigenvalues_, atol=1e-12, rtol=0

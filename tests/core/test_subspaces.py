@@ -81,13 +81,13 @@ def test_filtered_relevance_is_the_lrp_rule_of_the_virtual_layer() -> None:
     filtered = filter_relevance(a, relevance, subspaces)
     for k, block in enumerate(subspaces.blocks):
         h = a[0] @ block
-        # R_(ki), the relevance of unit i of h_k, from all a'_j; then from h_ki to the inputs a_m.
-        unit = torch.stack([sum(h[i] * block[j, i] * c[0, j] for j in range(4)) for i in range(len(h))])
-        back = [
-            sum(a[0, m] * block[m, i] / h[i] * unit[i] for i in range(len(h)))
-            for m in range(4)
-        ]  # fmt: skip
-        torch.testing.assert_close(filtered[k, 0], torch.stack(back))
+        # Relevance of unit i of h_k from all a'_j, then from unit i to the activations a_m.
+        unit = torch.tensor(
+            [sum(float(h[i] * block[j, i] * c[0, j]) for j in range(4)) for i in range(len(h))],
+            dtype=torch.float64,
+        )
+        back = [sum(float(a[0, m] * block[m, i] / h[i] * unit[i]) for i in range(len(h))) for m in range(4)]
+        assert filtered[k, 0].tolist() == pytest.approx(back, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(filtered.sum(0), relevance)
     torch.testing.assert_close(filtered.sum(-1)[:, 0], subspaces.relevance(a, c)[0])
 
@@ -177,6 +177,7 @@ def test_precision_and_device() -> None:
     single = subspaces.to(dtype=torch.float32)
     assert single.dtype == torch.float32
     assert single.orthogonality_error < 1e-6
+    assert single.to(dtype=torch.float64).dtype == torch.float64  # and back, with the rounding of float32
     # Relevance has the precision of the data, whatever that of the basis.
     assert single.relevance(torch.ones(1, 4).double(), torch.ones(1, 4).double()).dtype == torch.float64
     assert subspaces.device.type == "cpu"
