@@ -78,13 +78,18 @@ def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any)
     """Keep what comes in at the layer's output for its rule, and give autograd nothing to go on with."""
     if not isinstance(output, Tensor) or output.grad_fn is None:
         return
+    # A module that returns an inner module's output as it is shares that output's node: one prehook serves
+    # the rules of both.
+    waiting = output.grad_fn.metadata.setdefault("zennit_drsa: rules", [])
+    waiting.append(hook_ref)
+    if len(waiting) > 1:
+        return
 
     def before(grad_output: Gradients) -> Gradients | None:
-        hook = hook_ref()
-        if hook is None or not hook.active:
-            return None
-        hook.stored_tensors["grad_output"] = grad_output
-        return (None,) * len(grad_output)
+        hooks = [hook for ref in waiting if (hook := ref()) is not None and hook.active]
+        for hook in hooks:
+            hook.stored_tensors["grad_output"] = grad_output
+        return (None,) * len(grad_output) if hooks else None
 
     output.grad_fn.register_prehook(before)
 
