@@ -1,7 +1,7 @@
 """Four concepts of one prediction: EfficientNet-Lite0 on a photograph of a cat, with Zennit's LRP.
 
-Everything comes with packages: ImageNet weights, the photograph (scikit-image's cat), the method. The concepts
-are learned from random crops of the photograph; --images takes a folder with photographs of one class instead.
+Everything comes with packages: ImageNet weights, the photograph (scikit-image's cat), the method. The
+concepts are learned from random crops of the photograph, or from a folder with photographs of one class.
 
     python examples/quickstart.py --figure quickstart.png
 """
@@ -25,7 +25,7 @@ from zennit_drsa import DisentangledAttributor, collect
 
 
 def cat(n_crops: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """scikit-image's cat as the network sees it (1, 3, 224, 224), and random crops of it (n_crops, 3, 224, 224)."""
+    """scikit-image's cat as the network sees it, (1, 3, 224, 224), and random crops of it, (n_crops, …)."""
     photo = (torch.from_numpy(np.array(skimage.data.chelsea())).permute(2, 0, 1)[None].float() - 127) / 128
     photo = photo[..., :300, 75:375]  # the square around its head
     generator = torch.Generator().manual_seed(seed)
@@ -46,9 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--images", type=Path, help="folder of photographs of one class; the first is explained"
-    )
+    parser.add_argument("--images", type=Path, help="photographs of one class; the first is explained")
     parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
     parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")

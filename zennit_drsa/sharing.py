@@ -80,7 +80,8 @@ def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any)
         return
     # A module that returns an inner module's output as it is shares that output's node: one prehook serves
     # the rules of both.
-    waiting = output.grad_fn.metadata.setdefault("zennit_drsa: rules", [])
+    node: Any = output.grad_fn  # torch declares `metadata` as a method, but it is a dict
+    waiting = node.metadata.setdefault("zennit_drsa: rules", [])
     waiting.append(hook_ref)
     if len(waiting) > 1:
         return
@@ -91,7 +92,7 @@ def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any)
             hook.stored_tensors["grad_output"] = grad_output
         return (None,) * len(grad_output) if hooks else None
 
-    output.grad_fn.register_prehook(before)
+    node.register_prehook(before)
 
 
 @contextmanager
