@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class GraphRule(Hook):  # type: ignore[misc]
+class GraphRule(Hook, ABC):  # type: ignore[misc]
     """A rule R_j = Σ_s x_s ⊙ ∂z/∂x_s · (R ⊘ z), whose graph of z serves every backward pass of one forward.
 
     Subclasses say which inputs x_s enter and what z is. K backward passes cost one modified forward pass and
@@ -33,9 +34,9 @@ class GraphRule(Hook):  # type: ignore[misc]
         self.stabilizer = stabilizer
         self._graph: tuple[list[Tensor], Tensor, Tensor] | None = None
 
+    @abstractmethod
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
         """Inputs that require gradients, and the denominator z as a function of them."""
-        raise NotImplementedError
 
     def forward(self, module: nn.Module, input: Any, output: Any) -> None:
         """Remember the layer's input; the graph of the last forward pass is out of date."""
