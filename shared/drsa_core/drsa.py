@@ -129,6 +129,10 @@ class DRSA:
         n_features = a.shape[1]
         dims = block_sizes(n_features, self.n_subspaces, self.dims)
         self._check_parameters()
+        if len(a) < len(dims):
+            raise ValueError(
+                f"{len(dims)} subspaces need at least as many samples, got {len(a)}; collect more pairs"
+            )
         solve, max_iter, tol = SOLVERS[self.solver]
         max_iter = max_iter if self.max_iter is None else self.max_iter
         tol = tol if self.tol is None else self.tol
@@ -148,8 +152,12 @@ class DRSA:
                     bar.update()
                     bar.set_postfix_str(f"objective {value:.5f}", refresh=False)
 
-                start = _revive(objective, start, generator)
-                self.results_.append(solve(objective, start, max_iter, tol, show))
+                result = solve(objective, _revive(objective, start, generator), max_iter, tol, show)
+                if not objective.evaluate(result.basis).block_means.all():
+                    # A subspace died on the way: give it a second start from where the others are.
+                    start = _revive(objective, result.basis, generator)
+                    result = solve(objective, start, max_iter, tol, show)
+                self.results_.append(result)
 
         best = max(self.results_, key=lambda result: result.objective)
         if not best.converged and tol > 0:

@@ -106,6 +106,11 @@ class PRCA:
     def _solve(self) -> tuple[Tensor, Tensor]:
         if self._sum is None:
             raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(a, c) first")
+        if self.n_samples_seen_ < self.n_components:
+            raise ValueError(
+                f"{self.n_components} components need at least as many samples, got {self.n_samples_seen_}; "
+                "collect more pairs, or lower n_components"
+            )
         if self._solution is None:
             if not self._sum.any():
                 raise ValueError("E[acᵀ] is zero: the contexts are all zero, or never meet an active neuron")

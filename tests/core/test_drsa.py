@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA, DSA, ConvergenceWarning
+from drsa_core.drsa import SOLVERS
 from drsa_core.objective import Objective, generalised_mean
 from drsa_core.pairs import normalise
 from drsa_core.quasi_newton import curvature, inner_rotations, quasi_newton, rotate, rotate_columns, turn
+from drsa_core.solvers import Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ortho_group
@@ -244,6 +246,26 @@ def test_a_subspace_without_positive_relevance_is_restarted() -> None:
     assert (final.block_means > 0).all()
 
 
+def test_a_subspace_that_dies_on_the_way_is_restarted(monkeypatch) -> None:
+    """A solver that leaves all positive relevance to one block is started again from there."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.rand(50, 4, generator=generator, dtype=torch.float64) + 0.1
+    c = a * torch.tensor([1.0, 1.0, -0.1, -0.1], dtype=torch.float64)
+    dead = torch.eye(4, dtype=torch.float64)
+    starts = []
+
+    def solver(objective, start, max_iter, tol, callback) -> Result:
+        starts.append(start)
+        at_dead = len(starts) == 1
+        return Result(dead if at_dead else start, [0.0, 1.0], True, "test")
+
+    monkeypatch.setitem(SOLVERS, "paper", (solver, 1, 0.0))
+    DRSA(2, solver="paper", n_init=1, random_state=0).fit(a, c)
+    assert len(starts) == 2
+    objective = Objective(normalise(a), normalise(c), (2, 2), 0.5)
+    assert (objective.evaluate(starts[1]).block_means > 0).all()
+
+
 def test_relevance_that_is_negative_everywhere_is_an_error() -> None:
     a, _ = sample_pairs_of(50, 6)
     with pytest.raises(ValueError, match="without positive relevance remain"):
@@ -306,6 +328,8 @@ def test_bad_starts_are_named() -> None:
         DRSA(2).fit(a, c, init=torch.eye(5))
     with pytest.raises(ValueError, match="identity up to"):
         DRSA(2).fit(a, c, init=torch.ones(6, 6))
+    with pytest.raises(ValueError, match="4 subspaces need at least as many samples, got 3"):
+        DRSA(4).fit(a[:3], c[:3])
     with pytest.raises(ValueError, match="all contexts c are zero"):
         DRSA(2).fit(a, torch.zeros_like(a))
 

@@ -140,6 +140,8 @@ def test_bad_parameters_are_named(pairs) -> None:
             model(13).fit(*pairs)
         with pytest.raises(ValueError, match="at least 1, got 0"):
             model(0).fit(*pairs)
+    with pytest.raises(ValueError, match="5 components need at least as many samples, got 4"):
+        _ = PRCA(5).fit(pairs[0][:4], pairs[1][:4]).subspaces_
     with pytest.raises(ValueError, match="not fitted yet"):
         _ = PRCA().subspaces_
     with pytest.raises(ValueError, match="fitted on 12 features, this batch has 3"):
