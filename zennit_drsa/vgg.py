@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +77,7 @@ class PositiveGamma(GraphRule):
     """LRP-γ for layers whose inputs are not negative: R_j = Σ_k a_j(w_jk + γw⁺_jk) / z_k · R_k (Note A).
 
     The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes
-    five modified forward passes for that; behind a ReLU this one takes one. γ = 0 is LRP-0.
+    five modified forward passes for that; behind a ReLU this one takes one.
     """
 
     def __init__(self, gamma: float = 0.25, stabilizer: float = 1e-9) -> None:
@@ -86,12 +87,51 @@ class PositiveGamma(GraphRule):
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
         """z_k = Σ_{0,j} a_j (w_jk + γ w⁺_jk)."""
         input.requires_grad_()
-        modifier = GammaMod(self.gamma, min=0.0) if self.gamma else NoMod()
-        return [input], _modified(module, modifier, input)
+        return [input], _modified(module, GammaMod(self.gamma, min=0.0), input)
 
     def copy(self) -> PositiveGamma:
         """A rule with the same parameters."""
         return PositiveGamma(self.gamma, self.stabilizer)
+
+
+class ZeroRule(Hook):  # type: ignore[misc]
+    """LRP-0: R_j = Σ_k a_j w_jk / z_k · R_k (Note A), by the layer's own gradient: no forward pass more.
+
+    R ⊘ z goes into the layer's backward pass, and what comes out is multiplied by a.
+    """
+
+    def __init__(self, stabilizer: float = 1e-9) -> None:
+        super().__init__()
+        self.stabilizer = stabilizer
+
+    def forward(self, module: nn.Module, input: Any, output: Tensor) -> None:
+        """Have the relevance divided by z before it reaches the layer."""
+        self.stored_tensors["input"] = input
+        if output.grad_fn is None:
+            return
+        # A tensor of its own, which in-place operations on the output leave alone. It is held by the hook,
+        # not by the function: that hangs on the graph of z and would keep it alive for ever.
+        self.stored_tensors["z"] = Stabilizer.ensure(self.stabilizer)(output)
+        hook_ref = weakref.ref(self)
+
+        def divide(relevance: tuple[Tensor]) -> tuple[Tensor] | None:
+            hook = hook_ref()
+            if hook is None or not hook.active:
+                return None
+            z = hook.stored_tensors["z"]
+            return (relevance[0] / (z if relevance[0].requires_grad else z.detach()),)
+
+        output.grad_fn.register_prehook(divide)
+
+    def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor | None, ...]:
+        """Multiply the layer's gradient of R ⊘ z by its input."""
+        input = self.stored_tensors["input"][0]
+        result = grad_input[0] * (input if grad_input[0].requires_grad else input.detach())
+        return (result, *[None] * (len(grad_input) - 1))
+
+    def copy(self) -> ZeroRule:
+        """A rule with the same parameters."""
+        return ZeroRule(self.stabilizer)
 
 
 class PixelBox(GraphRule):
@@ -164,8 +204,8 @@ class VGGGamma(Composite):  # type: ignore[misc]
         )
         shape = (1, -1, 1, 1)
         self._first = PixelBox(low.view(shape), high.view(shape), stabilizer)
-        self._blocks = [PositiveGamma(gamma, stabilizer) for gamma in gammas]
-        self._head = PositiveGamma(0.0, stabilizer)
+        self._blocks = [PositiveGamma(g, stabilizer) if g else ZeroRule(stabilizer) for g in gammas]
+        self._head = ZeroRule(stabilizer)
         self._others = layer_map_base(stabilizer)
         super().__init__(self._mapping, [VGGCanonizer(), *(canonizers or ())])
 

@@ -1,13 +1,13 @@
 """Time and memory of K concept maps with Zennit, against one map with the same composite, in one run.
 
 Run on an otherwise idle machine: python tests/benchmarks/bench_zennit.py. Prints a Markdown table.
-Memory is the peak resident set of a process of its own for each figure (weights and libraries included).
+Memory is the peak resident set (VmHWM, Linux) of a process of its own for each figure, weights and libraries
+included.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
@@ -93,17 +93,6 @@ def k_maps(
     return lambda input: attributor(input, lambda output: output.detach())
 
 
-def repeated(model: nn.Module, composite: str, n_subspaces: int) -> Callable[[Tensor], object]:
-    """K maps by K backward passes below the layer, without sharing."""
-    subspaces = RandomSubspaces(n_subspaces, random_state=0).fit(torch.zeros(1, N_FEATURES)).subspaces_
-    parts = [subspaces.select([k]) for k in range(n_subspaces)]
-    runs = [
-        DisentangledAttributor(Gradient(model, COMPOSITES[composite]()), LAYER, part, tolerance=1)
-        for part in parts
-    ]
-    return lambda input: [run(input, lambda output: output.detach()) for run in runs]
-
-
 def seconds(functions: list[Callable[[Tensor], object]], input: Tensor, repeats: int) -> list[float]:
     """Best time of each; they take turns, so that a busy moment of the machine meets all of them."""
     best = [float("inf")] * len(functions)
@@ -130,6 +119,7 @@ def main() -> None:
     parser.add_argument("--composites", nargs="+", choices=COMPOSITES, default=list(COMPOSITES)[:-1])
     parser.add_argument("--growth", action="store_true", help="also K = 1 … 16 and batches of 1 … 4")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory")
+    parser.add_argument("--only-growth", action="store_true", help="nothing but the growth")
     parser.add_argument("--measure", nargs=3, metavar=("COMPOSITE", "K", "BATCH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -140,10 +130,20 @@ def main() -> None:
         run = k_maps(model, composite, n_subspaces) if n_subspaces else one_map(model, composite)
         for _ in range(3):
             run(torch.randn(batch, 3, options.size, options.size))
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        # Not getrusage: a child's ru_maxrss starts at the resident set of the process that forked it.
+        status = Path("/proc/self/status").read_text()
+        print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
         return
 
     input = torch.randn(1, 3, options.size, options.size)
+    if not options.only_growth:
+        compare(model, input, options)
+    if options.growth or options.only_growth:
+        growth(model, input)
+
+
+def compare(model: nn.Module, input: Tensor, options: argparse.Namespace) -> None:
+    """K = 4 maps against one map, for each composite."""
     print(f"VGG16, {LAYER}, {options.size}×{options.size}, {torch.get_num_threads()} threads, best of "
           f"{options.repeats}\n")  # fmt: skip
     print("| composite | one map [s] | K=4 maps [s] | ratio | one [MB] | K=4 [MB] | ratio |")
@@ -162,17 +162,17 @@ def main() -> None:
     print(f"\nVGGGamma, K=4 maps: {four:.2f} s = {four / zennit:.2f} × ONE map with Zennit's Gamma rules and "
           f"the same γ, {zennit:.2f} s")  # fmt: skip
 
-    if options.growth:
-        print(
-            "\n| composite | batch | one map [s] | " + " | ".join(f"K={k}" for k in (1, 2, 4, 8, 16)) + " |"
-        )
-        print("|---" * 8 + "|")
-        for name in ("VGGGamma", "EpsilonPlus"):
-            for batch in (1, 2, 4):
-                functions = [one_map(model, name), *(k_maps(model, name, k) for k in (1, 2, 4, 8, 16))]
-                times = seconds(functions, input.expand(batch, -1, -1, -1).clone(), 1)
-                ratios = " | ".join(f"{t:.2f} s ({t / times[0]:.2f}×)" for t in times[1:])
-                print(f"| {name} | {batch} | {times[0]:.2f} | {ratios} |", flush=True)
+
+def growth(model: nn.Module, input: Tensor) -> None:
+    """Time with the number of concepts and the batch size."""
+    print("\n| composite | batch | one map [s] | " + " | ".join(f"K={k}" for k in (1, 2, 4, 8, 16)) + " |")
+    print("|---" * 8 + "|")
+    for name in ("VGGGamma", "EpsilonPlus"):
+        for batch in (1, 2, 4):
+            functions = [one_map(model, name), *(k_maps(model, name, k) for k in (1, 2, 4, 8, 16))]
+            times = seconds(functions, input.expand(batch, -1, -1, -1).clone(), 1)
+            ratios = " | ".join(f"{t:.2f} s ({t / times[0]:.2f}×)" for t in times[1:])
+            print(f"| {name} | {batch} | {times[0]:.2f} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

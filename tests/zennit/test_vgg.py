@@ -9,12 +9,12 @@ from torchvision.models import vgg11, vgg16, vgg19_bn
 from zennit.attribution import Gradient
 from zennit.composites import COMPOSITES, NameMapComposite
 from zennit.core import Hook
-from zennit.rules import Gamma, ZBox
+from zennit.rules import Epsilon, Gamma, Pass, ZBox
 
 from tests.model_state import model_state
 from tests.zennit.models import torchvision_model
 from zennit_drsa import VGGGamma
-from zennit_drsa.vgg import PixelBox, PositiveGamma
+from zennit_drsa.vgg import PixelBox, PositiveGamma, ZeroRule
 
 
 def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor):
@@ -40,7 +40,9 @@ def test_gamma_rule_by_its_formula(gamma):
             for j in range(5):
                 expected[n, j] += (a[n, j] * modified[j] / z * r[n, k]).detach()
     # The stabiliser of 1e-9 is the only difference.
-    torch.testing.assert_close(propagate(layer, PositiveGamma(gamma), a, r), expected, rtol=1e-6, atol=1e-7)
+    rules = [PositiveGamma(gamma), *([ZeroRule()] if gamma == 0 else [])]
+    for rule in rules:
+        torch.testing.assert_close(propagate(layer, rule, a, r), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_pixel_rule_by_its_formula_and_zennits():
@@ -80,7 +82,11 @@ def test_gamma_by_block():
         if isinstance(module, nn.MaxPool2d):
             assert rule is None  # winner-take-all
         if isinstance(module, nn.Conv2d | nn.Linear):
-            found.append("zB" if isinstance(rule, PixelBox) else rule.gamma)
+            found.append(
+                {PixelBox: "zB", ZeroRule: 0.0}.get(type(rule))
+                if type(rule) is not PositiveGamma
+                else rule.gamma
+            )
     assert found == ["zB", 0.5, 0.5, 0.5, *[0.25] * 3, *[0.1] * 3, *[0.0] * 3, *[0.0] * 3]
 
 
@@ -129,3 +135,18 @@ def test_a_second_forward_pass_is_not_explained_with_the_first_ones_graph():
         attributor(a, r)
         second = attributor(2 * a + 1, r)[1]
     torch.testing.assert_close(second, propagate(layer, PositiveGamma(0.5), 2 * a + 1, r))
+
+
+def test_zero_rule_with_an_in_place_relu_behind_it_and_two_forward_passes():
+    """The output is overwritten, and the graph of an earlier pass must not be used."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
+    zennit = NameMapComposite([(["0", "2"], Epsilon(1e-9)), (["1"], Pass())])
+    ours = NameMapComposite([(["0", "2"], ZeroRule()), (["1"], Pass())])
+    relevance = torch.randn(2, 3).double()
+    with Gradient(model, ours) as attributor:
+        first = attributor(torch.rand(2, 5).double(), relevance)[1]
+        input = torch.rand(2, 5).double()
+        second = attributor(input, relevance)[1]
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, Gradient(model, zennit)(input, relevance)[1])
