@@ -56,7 +56,7 @@ def concept_maps(image: Tensor, maps: Tensor, names: Sequence[str] | None = None
     n_panels = 2 + len(maps)
     figure = Figure(figsize=(2.4 * n_panels, 2.9), layout="constrained")
     axes = figure.subplots(1, n_panels)
-    axes[0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1), cmap="gray")
+    axes[0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
     axes[0].set_title("input")
     titles = [f"all\nR = {float(totals.sum()):.3g}"]
     for k, total in enumerate(totals.tolist()):
@@ -64,7 +64,7 @@ def concept_maps(image: Tensor, maps: Tensor, names: Sequence[str] | None = None
         titles.append(f"{names[k] if names else f'S{k + 1}'}\nR = {total:.3g}{share}")
     for panel, (axis, title) in enumerate(zip(axes[1:], titles, strict=True)):
         limit = concept_limit if panel else max(limits[0], 1e-30)
-        axis.imshow(shown[panel], cmap="seismic", vmin=-limit, vmax=limit)
+        axis.imshow(shown[panel].numpy(), cmap="seismic", vmin=-limit, vmax=limit)
         axis.set_title(title)
     for axis in axes:
         axis.set_axis_off()
