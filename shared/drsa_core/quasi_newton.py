@@ -2,7 +2,7 @@
 
 The unknown at U is L, zero on and above the block diagonal, and the trial point is U·cayley(L − Lᵀ). In
 these left-trivialised coordinates, steps and gradients of different iterations are compared as they are.
-Three things make it fast, where plain L-BFGS needs three times the iterations:
+Three things make it faster than plain L-BFGS:
 
 * The preconditioner is the diagonal of the Hessian in L, which is known in closed form.
 * J does not change under rotations inside a block. They are chosen so that the Hessian is as diagonal as
