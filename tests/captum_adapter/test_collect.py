@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from captum_drsa import DisentangledAttribution, collect, patch_mask
 from tests.captum_adapter.networks import TwoInputs, conv_net, images
+from tests.closeness import assert_same
 
 
 def loader(n: int = 5, batch_size: int = 2) -> DataLoader[Any]:
@@ -46,7 +47,7 @@ def test_batches_in_their_usual_forms(capsys: pytest.CaptureFixture[str]) -> Non
     expected = collect(method, "features.4", batches, target=2, positions=None)
     for form in ([(b, 1) for b in batches], [[b, 1, 2] for b in batches]):
         found = collect(method, "features.4", form, target=2, positions=None, progress=True)
-        assert torch.equal(found.c, expected.c)
+        assert_same(found.c, expected.c)
     assert "collecting pairs" in capsys.readouterr().err
     torch.manual_seed(0)
     two = [((torch.randn(2, 4), torch.randn(2, 3)), 0)]
@@ -105,7 +106,7 @@ def test_fit_learns_subspaces_with_their_provenance(solver, tmp_path) -> None:
     subspaces.save(tmp_path / "concepts.safetensors")
     loaded = Subspaces.load(tmp_path / "concepts.safetensors")
     again = DisentangledAttribution(LRP(model), "features.4", loaded).attribute(images(), target=2)
-    assert torch.equal(maps, again)
+    assert_same(maps, again)
 
 
 def test_fit_finds_four_concepts_by_default() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from captum_drsa import DisentangledAttribution, LRPContext
 from tests.captum_adapter.networks import conv_net, images, subspaces
+from tests.closeness import assert_same
 from tests.model_state import model_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Input Tensor 0 did not already require gradients")
@@ -146,7 +147,7 @@ def test_rules_of_the_user_survive_and_repeated_calls_agree() -> None:
     before = model_state(model)
     da = DisentangledAttribution(LRP(model), "features.4", subspaces(8))
     first, second = da.attribute(x, target=1), da.attribute(x, target=1)
-    assert torch.equal(first, second)
+    assert_same(first, second)
     assert model_state(model) == before
     assert isinstance(model.features[0].rule, GammaRule)
     assert set(vars(model.features[0].rule)) == set(vars(GammaRule(0.5)))
@@ -162,7 +163,7 @@ def test_another_context_than_lrps() -> None:
     other = DisentangledAttribution(
         LRP(model), "features.4", subspaces(8), context_method="integrated_gradients"
     ).attribute(x, target=1)
-    assert torch.equal(own, same)
+    assert_same(own, same)
     assert not torch.allclose(own, other, rtol=1e-2)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from captum_drsa import DisentangledAttribution, patch_mask
 from tests.captum_adapter.networks import conv_net, images, subspaces
+from tests.closeness import assert_same
 from tests.model_state import model_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:Input Tensor")
@@ -163,4 +164,4 @@ def test_captum_itself_works_afterwards_as_before() -> None:
     before = IntegratedGradients(model).attribute(x, target=1, n_steps=3)
     method = IntegratedGradients(model)
     DisentangledAttribution(method, "features.4", subspaces(8)).attribute(x, target=1, n_steps=3)
-    assert torch.equal(method.attribute(x, target=1, n_steps=3), before)
+    assert_same(method.attribute(x, target=1, n_steps=3), before)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.closeness import assert_same
 from tests.model_state import model_state
 
 from .zoo import HIGH, LOW, NFNETS, explain, image, nfnet, timm, without_biases
@@ -48,12 +49,12 @@ def test_a_convolution_is_plain_while_canonized():
     conv: Any = model.get_submodule("stem.conv1")
     expected = conv(x)
     (instance,) = NFNetCanonizer().apply(model)
-    assert torch.equal(conv(x), expected)
+    assert_same(conv(x), expected)
     padded = nn.functional.pad(x, (1, 1, 1, 1))  # 15 pixels, stride 2, kernel 3: one pixel on each side
-    assert torch.equal(nn.functional.conv2d(padded, conv.weight, conv.bias, stride=2), expected)
+    assert_same(nn.functional.conv2d(padded, conv.weight, conv.bias, stride=2), expected)
     instance.remove()
     instance.remove()  # twice does no harm
-    assert torch.equal(conv(x), expected)
+    assert_same(conv(x), expected)
 
 
 def test_drop_path_in_training_mode_passes_relevance():
@@ -102,7 +103,7 @@ def test_a_frozen_model_and_one_inside_another_model():
     x = image(32)
     _, expected = explain(model, NFNetGamma(LOW, HIGH), x)
     _, relevance = explain(wrapped, NFNetGamma(LOW, HIGH), x)
-    assert torch.equal(relevance, expected)
+    assert_same(relevance, expected)
 
 
 def test_forward_pass_without_gradients_and_several_passes_in_one_context():
@@ -114,7 +115,7 @@ def test_forward_pass_without_gradients_and_several_passes_in_one_context():
         assert torch.allclose(model(x), expected, atol=1e-6)
     with Gradient(model, composite) as attributor:
         first, second = (attributor(x, torch.eye(10)[[3]])[1] for _ in range(2))
-    assert torch.equal(first, second)
+    assert_same(first, second)
 
 
 def test_it_is_in_zennits_registry():
@@ -124,7 +125,7 @@ def test_it_is_in_zennits_registry():
 def test_scalar_bounds_are_those_of_a_tensor():
     model, x = nfnet("test_nfnet"), image(32).clamp(-1, 1)
     _, expected = explain(model, NFNetGamma(-torch.ones(1, 3, 1, 1), torch.ones(3, 1, 1)), x)
-    assert torch.equal(explain(model, NFNetGamma(-1.0, 1), x)[1], expected)
+    assert_same(explain(model, NFNetGamma(-1.0, 1), x)[1], expected)
 
 
 def test_inputs_outside_of_the_bounds_are_warned_of():

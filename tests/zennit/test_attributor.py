@@ -14,6 +14,7 @@ from zennit.core import BasicHook
 from zennit.rules import Epsilon
 from zennit.types import Linear
 
+from tests.closeness import assert_same
 from tests.zennit.models import small_input, small_model, subspaces
 from zennit_drsa import DisentangledAttributor, DisentangledComposite, SubspaceFilter
 
@@ -51,7 +52,7 @@ def test_maps_are_those_of_one_filtered_pass_for_each_concept(composite, layer):
     gradient = Gradient(model, COMPOSITES[composite]())
     output, maps = DisentangledAttributor(gradient, layer, blocks, tolerance=1)(input, TARGET)
     assert maps.shape == (2, 2, 3, 8, 8)
-    assert torch.equal(output, model(input))
+    assert_same(output, model(input))
     for k in range(2):
         single = DisentangledComposite(COMPOSITES[composite](), layer, blocks, k, tolerance=1)
         expected = Gradient(model, single)(input, TARGET)[1]
@@ -96,7 +97,7 @@ def test_integrated_gradients_in_two_steps():
         IntegratedGradients(model, n_iter=n_iter), "pool", blocks, context_steps=steps
     )
     output, maps = run(input, TARGET)
-    assert torch.equal(output, model(input))
+    assert_same(output, model(input))
 
     a = lower(model, input).detach()
     context = torch.zeros_like(a)
