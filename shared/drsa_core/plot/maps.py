@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .validation import check_finite
+from ..validation import check_finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
