@@ -121,6 +121,8 @@ def shared_forwards(hooks: Iterable[Hook]) -> Iterator[Callable[[], None]]:
             elif type(hook) in NONLINEAR_RULES:
                 signs.append(_SignPasses(hook))
                 backward = signs[-1].backward
+            elif type(hook) is ReLUBetaSmooth:
+                backward = _SmoothPasses(hook).backward
             else:
                 continue
             stack.callback(vars(hook).pop, "backward", None)
@@ -193,7 +195,25 @@ class _SignPasses:
         positive = self.positive[self.n_met]
         self.n_met += 1
         passed = grad_input[0] if self.passes_own_gradient else gradient
-        return None if passed is None else (passed * positive,)
+        return None if passed is None else (torch.where(positive, passed, 0),)
+
+
+class _SmoothPasses:
+    """`ReLUBetaSmooth` with its factor, the derivative of a softplus at the input, kept."""
+
+    def __init__(self, hook: ReLUBetaSmooth) -> None:
+        self._hook = weakref.ref(hook)
+        self.factor: Tensor | None = None
+
+    def backward(self, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
+        hook, gradient = self._hook(), grad_output[0]
+        if hook is None or gradient is None:
+            return None
+        if torch.is_grad_enabled():  # a graph of the backward pass itself is asked for
+            return type(hook).backward(hook, module, grad_input, grad_output)
+        if self.factor is None:
+            self.factor = type(hook).backward(hook, module, grad_input, (gradient.new_ones(()),))[0]
+        return (self.factor * gradient,)
 
 
 def _vjp(output: Tensor, input: Tensor, gradient: Tensor) -> Tensor:

@@ -13,9 +13,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from torchvision.models import vgg16
 from zennit.attribution import Gradient
 from zennit.composites import (
@@ -109,6 +112,26 @@ def seconds(functions: list[Callable[[Tensor], object]], input: Tensor, repeats:
     return best
 
 
+class Operations(TorchDispatchMode):
+    """Counts the multiplications and additions of convolutions and matrix products while it is entered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.count += int(count(*args, **(kwargs or {}), out_val=result))
+        return result
+
+
+def operations(function: Callable[[Tensor], object], input: Tensor) -> int:
+    """What a call computes, without the noise of timings."""
+    with Operations() as counted:
+        function(input)
+    return counted.count
+
+
 def peak_memory(arguments: list[str]) -> float:
     """Peak resident set in MB of a process that makes one kind of map, three times."""
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
@@ -146,14 +169,17 @@ def main() -> None:
 
 
 def compare(model: nn.Module, input: Tensor, options: argparse.Namespace) -> None:
-    """K = 4 maps against one map, for each composite."""
+    """K = 4 maps against one map, for each composite; "operations" is the ratio of what they compute."""
     print(f"VGG16, {LAYER}, {options.size}×{options.size}, {torch.get_num_threads()} threads, best of "
           f"{options.repeats}\n")  # fmt: skip
-    print("| composite | one map [s] | K=4 maps [s] | ratio | one [MB] | K=4 [MB] | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    columns = ["composite", "one map [s]", "K=4 maps [s]", "ratio", "operations"]
+    columns += [] if options.no_memory else ["one [MB]", "K=4 [MB]", "ratio"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for name in options.composites:
-        one, four = seconds([one_map(model, name), k_maps(model, name, 4)], input, options.repeats)
-        row = f"| {name} | {one:.2f} | {four:.2f} | {four / one:.2f} |"
+        functions = [one_map(model, name), k_maps(model, name, 4)]
+        one, four = seconds(functions, input, options.repeats)
+        few, many = (operations(function, input) for function in functions)
+        row = f"| {name} | {one:.2f} | {four:.2f} | {four / one:.2f} | {many / few:.2f} |"
         if not options.no_memory:
             size = ["--size", str(options.size)]
             memory = [peak_memory([*size, "--measure", name, k, "1"]) for k in ("0", "4")]
