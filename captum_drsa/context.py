@@ -38,12 +38,12 @@ class IntegratedGradientsContext:
     ----------
     n_steps : int
         Steps of the integral. Default 100, as in Note D.
-    internal_batch_size : int
-        Activations per run of the upper network: bounds the memory.
+    internal_batch_size : int, optional
+        Activations per run of the upper network: bounds the memory. Default: as many as 128 MB hold.
     """
 
     n_steps: int = 100
-    internal_batch_size: int = 20
+    internal_batch_size: int | None = None
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
         """Activations and contexts, example by example."""
@@ -51,10 +51,10 @@ class IntegratedGradientsContext:
         def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
             # Without the product with a − 0 the integral itself is returned: nothing is divided by a.
             method = IntegratedGradients(upper, multiply_by_inputs=False)
+            # Large batches read the weights of the upper network less often.
+            size = self.internal_batch_size or max(1, 2**27 // activation.nbytes)
             context: Tensor = method.attribute(
-                activation,
-                n_steps=self.n_steps,
-                internal_batch_size=min(self.internal_batch_size, self.n_steps),
+                activation, n_steps=self.n_steps, internal_batch_size=min(size, self.n_steps)
             )
             return context
 

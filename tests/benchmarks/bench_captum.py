@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from captum.attr import LRP, IntegratedGradients, ShapleyValueSampling
 from drsa_core import RandomSubspaces, Subspaces
+from operations import operations
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models import VGG, vgg16
@@ -59,17 +60,17 @@ def integrated_gradients(model: VGG, x: Tensor, n_steps: int, batch: int, repeat
     pair = both.context(x, TARGET)
     second = DisentangledAttribution(method, LAYER, four, context_method=known(*pair))
     options: dict[str, Any] = {"target": TARGET, "n_steps": n_steps, "internal_batch_size": batch}
-    seconds = medians(
-        {
-            "one": lambda: method.attribute(x, **options),
-            "second": lambda: second.attribute(x, **options),
-            "both": lambda: both.attribute(x, **options),
-        },
-        repeats,
-    )
+    runs: dict[str, Callable[[], object]] = {
+        "one": lambda: method.attribute(x, **options),
+        "second": lambda: second.attribute(x, **options),
+        "both": lambda: both.attribute(x, **options),
+    }
+    seconds = medians(runs, repeats)
+    counts = {name: operations(run) for name, run in runs.items()}
     base = f"one IG map, {n_steps} steps"
-    row(f"IG, K=4, {n_steps} steps, step 2", base, seconds["second"], seconds["one"], "≤ 2.8")
-    row(f"IG, K=4, {n_steps} steps, with the 100 steps of step 1", base, seconds["both"], seconds["one"], "")
+    for name, what in (("second", "step 2"), ("both", "with the 100 steps of step 1")):
+        bound = f"≤ 2.8; operations {counts[name] / counts['one']:.2f}"
+        row(f"IG, K=4, {n_steps} steps, {what}", base, seconds[name], seconds["one"], bound)
 
 
 def lrp(model: VGG, x: Tensor, repeats: int) -> None:

@@ -12,13 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from torchvision.models import vgg16
 from zennit.attribution import Gradient
 from zennit.composites import (
@@ -41,6 +39,7 @@ from zennit.types import Convolution, Linear, MaxPool
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
 
 from drsa_core import RandomSubspaces  # noqa: E402
+from operations import operations  # noqa: E402
 
 from zennit_drsa import DisentangledAttributor, VGGGamma  # noqa: E402
 
@@ -112,26 +111,6 @@ def seconds(functions: list[Callable[[Tensor], object]], input: Tensor, repeats:
     return best
 
 
-class Operations(TorchDispatchMode):
-    """Counts the multiplications and additions of convolutions and matrix products while it is entered."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.count += int(count(*args, **(kwargs or {}), out_val=result))
-        return result
-
-
-def operations(function: Callable[[Tensor], object], input: Tensor) -> int:
-    """What a call computes, without the noise of timings."""
-    with Operations() as counted:
-        function(input)
-    return counted.count
-
-
 def peak_memory(arguments: list[str]) -> float:
     """Peak resident set in MB of a process that makes one kind of map, three times."""
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
@@ -178,7 +157,7 @@ def compare(model: nn.Module, input: Tensor, options: argparse.Namespace) -> Non
     for name in options.composites:
         functions = [one_map(model, name), k_maps(model, name, 4)]
         one, four = seconds(functions, input, options.repeats)
-        few, many = (operations(function, input) for function in functions)
+        few, many = (operations(partial(function, input)) for function in functions)
         row = f"| {name} | {one:.2f} | {four:.2f} | {four / one:.2f} | {many / few:.2f} |"
         if not options.no_memory:
             size = ["--size", str(options.size)]

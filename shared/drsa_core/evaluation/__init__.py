@@ -1,1 +1,1 @@
-"""How good concept maps are: patch flipping, total relevance, separability, peakness (section 5, Notes D–G)."""
+"""How good concept maps are: patch flipping and the scores of section 5 (Notes D–G)."""
