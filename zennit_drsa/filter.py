@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Subspaces, context_from_relevance, find_layer, lost_relevance
+from drsa_core.canonical import registered_copy
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
@@ -244,13 +245,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     def apply(self, root_module: nn.Module) -> list[SubspaceFilter]:
         """Insert the virtual layer and return the instance that removes it."""
-        instance = self.copy()
-        try:
-            instance.register(root_module)
-        except BaseException:
-            instance.remove()
-            raise
-        return [instance]
+        return [registered_copy(self, root_module)]
 
     def register(self, root_module: nn.Module) -> None:
         """Insert the virtual layer into this model."""

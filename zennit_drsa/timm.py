@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from drsa_core.canonical import ModuleEdits, OverDenominator, TimesInput, passing, passing_forward
+from drsa_core.canonical import (
+    ModuleEdits,
+    OverDenominator,
+    TimesInput,
+    passing,
+    passing_forward,
+    registered_copy,
+)
 from drsa_core.nfnet import KNOWN_GATES
 from torch import Tensor, nn
 from zennit.canonizers import Canonizer
@@ -88,13 +95,7 @@ class TimmCanonizer(Canonizer):  # type: ignore[misc]
             If there is no such network, if a block has no canonical form, or if a norm has no running
             statistics.
         """
-        instance = self.copy()
-        try:
-            instance.register(root_module)
-        except BaseException:
-            instance.remove()
-            raise
-        return [instance]
+        return [registered_copy(self, root_module)]
 
     def register(self, root_module: nn.Module) -> None:
         """Apply the changes; `remove` takes them back."""

@@ -8,12 +8,34 @@ the relevance of its output, what it returns is the relevance of its input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 _MISSING = object()
+
+
+class Reversible(Protocol):
+    """What a canonizer offers: `remove` takes back what `register` has done, also if it did not finish."""
+
+    def copy(self) -> Self: ...
+    def register(self, root_module: nn.Module) -> None: ...
+    def remove(self) -> None: ...
+
+
+_Canonizer = TypeVar("_Canonizer", bound=Reversible)
+
+
+def registered_copy(canonizer: _Canonizer, root_module: nn.Module) -> _Canonizer:
+    """A copy of the canonizer, registered on the model; after an error the model is as it was before."""
+    instance = canonizer.copy()
+    try:
+        instance.register(root_module)
+    except BaseException:
+        instance.remove()
+        raise
+    return instance
 
 
 class ModuleEdits:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from zennit.canonizers import Canonizer
 from zennit.layer import Sum
 
-from .canonical import ModuleEdits, passing, passing_forward
+from .canonical import ModuleEdits, passing, passing_forward, registered_copy
 
 FAMILIES = (
     "dm_nfnet_f*, nfnet_f*, nfnet_l0, eca_nfnet_l*, nf_resnet*, nf_seresnet*, nf_ecaresnet*, nf_regnet_b*, "
@@ -49,13 +49,7 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
         ValueError
             If there is no NFNet in the model, or if one has an attention or pooling layer without a rule.
         """
-        instance = self.copy()
-        try:
-            instance.register(root_module)
-        except BaseException:
-            instance.remove()
-            raise
-        return [instance]
+        return [registered_copy(self, root_module)]
 
     def register(self, root_module: nn.Module) -> None:
         """Apply the changes; `remove` takes them back."""
