@@ -27,7 +27,7 @@ from photographs import class_name, folder_photos, package_photos, random_crops
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 
-from captum_drsa import DisentangledAttribution, ShapleyContext, patch_mask
+from captum_drsa import DisentangledAttribution, IntegratedGradientsContext, ShapleyContext, patch_mask
 from zennit_drsa import DisentangledAttributor, collect
 
 METHODS = {
@@ -35,6 +35,8 @@ METHODS = {
     "ig": "Integrated Gradients (Captum)",
     "shapley": "Shapley value sampling (Captum)",
 }
+#: Pixels of a square that is drawn in one colour: Integrated Gradients are grainy, Shapley values are of patches.
+POOL = {"lrp": 4, "ig": 8, "shapley": 16}
 
 
 class Explained(NamedTuple):
@@ -72,13 +74,14 @@ def with_captum(
     """The same with Integrated Gradients, or with Shapley values of 16 × 16 patches."""
     if shapley:
         method = ShapleyValueSampling(model)
-        # The paper takes 25 permutations in both steps; 5 are enough for a first look, and five times faster.
+        # The paper takes 25 permutations in both steps (Note D); 5 are enough for a first look.
         keywords = {"feature_mask": patch_mask(x), "n_samples": 5, "perturbations_per_eval": 28}
         wrapped = DisentangledAttribution(method, layer, context_method=ShapleyContext(n_samples=5))
     else:
         method = IntegratedGradients(model)
         keywords = {"n_steps": 10}
-        wrapped = DisentangledAttribution(method, layer)
+        # The paper takes 100 steps for the context; 10 of Captum's Gauss–Legendre steps are enough here.
+        wrapped = DisentangledAttribution(method, layer, context_method=IntegratedGradientsContext(n_steps=10))
     pairs = wrapped.collect(train.split(8), target, random_state=0, progress=True)
     wrapped.subspaces = learn(pairs, n_subspaces)
     torch.manual_seed(0)  # Captum's samplers draw from the global generator
@@ -144,13 +147,14 @@ def main() -> None:
     parser.add_argument("--attribution", choices=METHODS, default="lrp", help="default: %(default)s")
     parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
-    parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")
+    parser.add_argument("--crops", type=int, help="crops to learn from (default: 24; 8 for shapley)")
     parser.add_argument("--overlay", action="store_true", help="draw the maps on the photograph")
     parser.add_argument("--figure", type=Path, default=Path("quickstart.png"), help="default: %(default)s")
     options = parser.parse_args()
     begin = time.perf_counter()
 
     model = load_model()
+    n_crops = options.crops or (8 if options.attribution == "shapley" else 24)
     settings = (options.attribution, options.layer, options.concepts)
     explained: list[Explained] = []
     if options.images:
@@ -167,12 +171,12 @@ def main() -> None:
             parser.error(f"no photograph is named {', '.join(unknown)}; the names are {', '.join(photos)}")
         for name in names:
             photo = photos[name]()
-            crops = torch.stack([to_input(crop) for crop in random_crops(photo, options.crops)])
+            crops = torch.stack([to_input(crop) for crop in random_crops(photo, n_crops)])
             explained += explain(model, to_input(photo)[None], crops, *settings)
     report(explained)
 
     method = f"EfficientNet-Lite0, {options.layer} · {METHODS[options.attribution]}, DRSA"
-    pool = 16 if options.attribution == "shapley" else 4
+    pool = POOL[options.attribution]
     labels = [f"{class_name(one.target)}, p = {one.probability:.2f}" for one in explained]
     if len(explained) == 1:
         one = explained[0]

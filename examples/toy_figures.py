@@ -88,18 +88,20 @@ def angle_of(subspaces: Subspaces) -> float:
 
 def draw_space(axis: Axes, toy: Toy, found: dict[str, tuple[float, str]]) -> None:
     """Points, the model's output as contours, and the directions that were found."""
-    reach = float(toy.a.abs().max()) * 1.05
-    line = torch.linspace(-reach, reach, 200, dtype=torch.float64)
-    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), dim=-1)
+    low, high = toy.a.clamp(max=0).amin(0), toy.a.clamp(min=0).amax(0)  # with the origin
+    middle, half = (low + high) / 2, 0.55 * float((high - low).max())
+    x_line, y_line = (torch.linspace(float(m) - half, float(m) + half, 200).double() for m in middle)
+    grid = torch.stack(torch.meshgrid(x_line, y_line, indexing="xy"), dim=-1)
     output = toy.output(grid.reshape(-1, 2)).reshape(200, 200)
     limit = float(output.abs().max())
-    axis.contourf(line, line, output, levels=np.linspace(-limit, limit, 21), cmap="RdGy_r", alpha=0.45)
-    axis.plot(*toy.a.T.tolist(), "o", color="0.15", markersize=2.2, alpha=0.55, markeredgewidth=0)
+    axis.contourf(x_line, y_line, output, levels=np.linspace(-limit, limit, 21), cmap="RdGy_r", alpha=0.45)
+    axis.plot(*toy.a.T.tolist(), "o", color="0.15", markersize=2.6, alpha=0.6, markeredgewidth=0)
     for name, (degrees, colour) in found.items():
-        x, y = (0.95 * reach * direction(degrees)).tolist()
+        x, y = (4 * half * direction(degrees)).tolist()  # beyond the frame on both sides
         axis.plot([-x, x], [-y, y], color=colour, linewidth=2, label=f"{name}, {degrees:.0f}°")
-    axis.set(xlim=(-reach, reach), ylim=(-reach, reach), xlabel="$a_1$", ylabel="$a_2$", aspect="equal")
-    axis.legend(loc="lower left", fontsize=9)
+    limits = [(float(m) - half, float(m) + half) for m in middle]
+    axis.set(xlim=limits[0], ylim=limits[1], xlabel="$a_1$", ylabel="$a_2$", aspect="equal")
+    axis.legend(loc="best", fontsize=9)
 
 
 def draw_sweep(
