@@ -16,7 +16,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from captum.attr import IntegratedGradients, ShapleyValueSampling
@@ -35,12 +35,12 @@ METHODS = {
     "ig": "Integrated Gradients (Captum)",
     "shapley": "Shapley value sampling (Captum)",
 }
-#: Pixels of a square that is drawn in one colour: Integrated Gradients are grainy, Shapley values are of patches.
+#: Squares of so many pixels are drawn in one colour: Integrated Gradients are grainy.
 POOL = {"lrp": 4, "ig": 8, "shapley": 16}
 
 
 class Explained(NamedTuple):
-    """One photograph: input (3, H, W), K maps and the standard map of its class, concepts, R_k at the layer."""
+    """One photograph (3, H, W), its K maps and standard map, R_k at the layer, and the concepts."""
 
     x: Tensor
     target: int
@@ -65,13 +65,14 @@ def with_zennit(
     with DisentangledAttributor(Gradient(model, composite), layer, subspaces) as attributor:
         _, maps = attributor(x, lambda output: output * one_hot)
         relevance = attributor.concept_relevance(x, lambda output: output * one_hot)
-    return subspaces, maps, whole, relevance
+    return subspaces, maps.detach(), whole.detach(), relevance.detach()
 
 
 def with_captum(
     model: nn.Module, layer: str, x: Tensor, train: Tensor, target: int, n_subspaces: int, shapley: bool
 ) -> tuple[Subspaces, Tensor, Tensor, Tensor]:
     """The same with Integrated Gradients, or with Shapley values of 16 × 16 patches."""
+    keywords: dict[str, Any]
     if shapley:
         method = ShapleyValueSampling(model)
         # The paper takes 25 permutations in both steps (Note D); 5 are enough for a first look.
@@ -81,14 +82,15 @@ def with_captum(
         method = IntegratedGradients(model)
         keywords = {"n_steps": 10}
         # The paper takes 100 steps for the context; 10 of Captum's Gauss–Legendre steps are enough here.
-        wrapped = DisentangledAttribution(method, layer, context_method=IntegratedGradientsContext(n_steps=10))
+        context = IntegratedGradientsContext(n_steps=10)
+        wrapped = DisentangledAttribution(method, layer, context_method=context)
     pairs = wrapped.collect(train.split(8), target, random_state=0, progress=True)
     wrapped.subspaces = learn(pairs, n_subspaces)
     torch.manual_seed(0)  # Captum's samplers draw from the global generator
     maps = wrapped.attribute(x, target=target, **keywords)
     torch.manual_seed(0)
     whole = method.attribute(x, target=target, **keywords)
-    return wrapped.subspaces, maps, whole, wrapped.concept_relevance(x, target)
+    return wrapped.subspaces, maps.detach(), whole.detach(), wrapped.concept_relevance(x, target).detach()
 
 
 def learn(pairs: Pairs, n_subspaces: int) -> Subspaces:
@@ -108,12 +110,10 @@ def explain(
         results = with_zennit(model, layer, x, train, target, n_subspaces)
     else:
         results = with_captum(model, layer, x, train, target, n_subspaces, attribution == "shapley")
-    subspaces, maps, whole, relevance = (
-        result.detach() if isinstance(result, Tensor) else result for result in results
-    )
-    probability = output.softmax(1)[:, target]
+    subspaces, maps, whole, relevance = results
+    logits, probabilities = output[:, target].tolist(), output.softmax(1)[:, target].tolist()
     return [
-        Explained(x[n], target, float(output[n, target]), float(probability[n]), maps[n], whole[n], relevance[n], subspaces)
+        Explained(x[n], target, logits[n], probabilities[n], maps[n], whole[n], relevance[n], subspaces)
         for n in range(len(x))
     ]
 
@@ -121,15 +121,18 @@ def explain(
 def report(explained: Sequence[Explained]) -> None:
     """What a reader of the figure must know, in numbers."""
     for one in explained:
-        share = one.concept_relevance / one.concept_relevance.sum()
-        error = (one.maps.sum(0) - one.whole).abs().max() / one.whole.abs().max()
+        total = float(one.concept_relevance.sum())
+        shares = (one.concept_relevance / total).tolist()
+        error = float((one.maps.sum(0) - one.whole).abs().max() / one.whole.abs().max())
+        print(f"{class_name(one.target)}: logit {one.logit:.2f}, p = {one.probability:.2f}")
         print(
-            f"{class_name(one.target)}: logit {one.logit:.2f}, p = {one.probability:.2f}; at the layer Σ R_k = "
-            f"{float(one.concept_relevance.sum()):.3g}, shares "
-            + ", ".join(f"{name} {s:.0%}" for name, s in zip(one.subspaces.names, share.tolist(), strict=True))
-            + f"; in pixels {float(one.whole.sum()):.3g}; Σ_k maps differs from the standard map by at most "
-            f"{float(error):.1e} of its maximum"
+            f"  relevance at the layer {total:.3g}:",
+            ", ".join(f"{name} {share:.0%}" for name, share in zip(one.subspaces.names, shares, strict=True)),
         )
+        print(
+            f"  relevance at the pixels {float(one.whole.sum()):.3g}; the sum of the concepts' maps differs"
+        )
+        print(f"  from the standard map by at most {error:.1e} of its maximum")
 
 
 def main() -> None:
@@ -180,12 +183,15 @@ def main() -> None:
     labels = [f"{class_name(one.target)}, p = {one.probability:.2f}" for one in explained]
     if len(explained) == 1:
         one = explained[0]
+        about = (
+            f"{class_name(one.target)} (class {one.target}, logit {one.logit:.1f}, p = {one.probability:.2f})"
+        )
         figure = concept_maps(
             to_image(one.x),
             one.maps,
             one.subspaces.names,
             whole=one.whole,
-            title=f"{class_name(one.target)} (class {one.target}, logit {one.logit:.1f}, p = {one.probability:.2f}) · {method}",
+            title=f"{about} · {method}",
             pool=pool,
             overlay=options.overlay,
         )

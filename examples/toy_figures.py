@@ -1,8 +1,8 @@
 """Why the model's response matters, in two dimensions: the toy figures of sections 4.1 and 4.2.
 
 Top: PCA turns to where activations are large, PRCA to where they are relevant. Bottom: the same with heavy
-tails, DSA (c = a) against DRSA, one subspace of one dimension each. On the right, what each direction from 0 to
-180° would be worth; the solvers must stand on the summits of their curves.
+tails, DSA (c = a) against DRSA, one subspace of one dimension each. On the right, what each direction from 0
+to 180° would be worth; the solvers must stand on the summits of their curves.
 
 The paper does not give its points and its model, so these are our own, of the same kind.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,11 +23,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+Found: TypeAlias = "dict[str, tuple[float, str]]"  # name of the solver ↦ its angle in degrees, its colour
+Degrees: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
 OURS, BLIND = "#c8102e", "#1f4ea1"  # PRCA and DRSA; PCA and DSA, which do not see the model
 
 
 class Toy(NamedTuple):
-    """Activations (N, 2) and a model y = Σ_j v_j max(0, w_jᵀa), given by `weights` (J, 2) and `signs` (J,)."""
+    """Activations (N, 2) and a model y = Σ_j v_j max(0, w_jᵀa), `weights` w (J, 2), `signs` v (J,)."""
 
     a: Tensor
     weights: Tensor
@@ -38,11 +41,11 @@ class Toy(NamedTuple):
         return (a @ self.weights.T).clamp(min=0) @ self.signs
 
     def contexts(self) -> Tensor:
-        """c = ∂y/∂a, shape (N, 2). The model has no biases, so that aᵀc = y: all relevance is at the layer."""
+        """c = ∂y/∂a, shape (N, 2). The model has no biases, so that aᵀc = y."""
         return ((self.a @ self.weights.T > 0).to(self.a) * self.signs) @ self.weights
 
 
-def direction(degrees: float | np.ndarray) -> Tensor:
+def direction(degrees: float | Degrees) -> Tensor:
     """Unit vectors, shape (…, 2)."""
     radians = torch.as_tensor(degrees, dtype=torch.float64).deg2rad()
     return torch.stack([radians.cos(), radians.sin()], dim=-1)
@@ -68,13 +71,13 @@ def drsa_toy(n_samples: int, seed: int) -> Toy:
     return Toy(a, weights, torch.tensor([1.0, 0.5, -0.3], dtype=torch.float64))
 
 
-def average_relevance(a: Tensor, c: Tensor, degrees: np.ndarray) -> Tensor:
+def average_relevance(a: Tensor, c: Tensor, degrees: Degrees) -> Tensor:
     """E[(uᵀa)(uᵀc)] for unit vectors u at each angle: what PRCA maximises, with c = a what PCA does."""
     u = direction(degrees)
     return ((a @ u.T) * (c @ u.T)).mean(0)
 
 
-def soft_max_relevance(a: Tensor, c: Tensor, degrees: np.ndarray) -> Tensor:
+def soft_max_relevance(a: Tensor, c: Tensor, degrees: Degrees) -> Tensor:
     """M²_n[max(0, (uᵀa)(uᵀc))]: what DRSA maximises for one subspace, with c = a what DSA does."""
     u = direction(degrees)
     return ((a @ u.T) * (c @ u.T)).clamp(min=0).square().mean(0).sqrt()
@@ -86,7 +89,7 @@ def angle_of(subspaces: Subspaces) -> float:
     return math.degrees(math.atan2(y, x)) % 180
 
 
-def draw_space(axis: Axes, toy: Toy, found: dict[str, tuple[float, str]]) -> None:
+def draw_space(axis: Axes, toy: Toy, found: Found) -> None:
     """Points, the model's output as contours, and the directions that were found."""
     low, high = toy.a.clamp(max=0).amin(0), toy.a.clamp(min=0).amax(0)  # with the origin
     middle, half = (low + high) / 2, 0.55 * float((high - low).max())
@@ -104,9 +107,7 @@ def draw_space(axis: Axes, toy: Toy, found: dict[str, tuple[float, str]]) -> Non
     axis.legend(loc="best", fontsize=9)
 
 
-def draw_sweep(
-    axis: Axes, degrees: np.ndarray, curves: dict[str, tuple[Tensor, str]], found: dict[str, tuple[float, str]]
-) -> None:
+def draw_sweep(axis: Axes, degrees: Degrees, curves: dict[str, tuple[Tensor, str]], found: Found) -> None:
     """Values by angle, and a line at each direction that was found."""
     for name, (values, colour) in curves.items():
         axis.plot(degrees, values, color=colour, label=name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from drsa_core.plot import concept_grid, concept_maps, relevance_bars
 
 
-def panels(figure):
+def panels(figure: Any) -> list[tuple[str, Any]]:
     """(title, image) of every axis that holds one."""
     return [(axis.get_title(), axis.images[-1]) for axis in figure.axes if axis.images]
 
@@ -34,7 +36,7 @@ def test_panels_carry_maps_relevance_and_shares(maps) -> None:
 
 
 def test_one_symmetric_scale_for_all_panels_unless_asked_otherwise(maps) -> None:
-    def limits(scale: str) -> list[tuple[float, float]]:
+    def limits(scale: Any) -> list[tuple[float, float]]:
         # A quantile between order statistics would not be a number one can write down: fill the panels.
         full = torch.stack([torch.full((4, 4), 3.0), torch.full((4, 4), -1.0)])
         return [
@@ -90,7 +92,7 @@ def test_pooling_averages_and_overlay_lets_the_photograph_through(maps) -> None:
 
 
 def test_panels_in_rows_and_title(maps) -> None:
-    figure = concept_maps(torch.rand(3, 4, 4), maps, columns=2, title="tabby · blocks.4 · LRP")
+    figure: Any = concept_maps(torch.rand(3, 4, 4), maps, columns=2, title="tabby · blocks.4 · LRP")
     rows = {axis.get_subplotspec().rowspan.start for axis in figure.axes if axis.images}
     assert rows == {0, 1}
     assert figure.get_suptitle() == "tabby · blocks.4 · LRP"
@@ -112,7 +114,7 @@ def test_grid_has_a_row_for_each_image(maps) -> None:
 def test_bars_are_means_with_a_dot_for_each_image() -> None:
     relevance = torch.tensor([[1.0, -1.0, 2.0], [3.0, -1.0, 4.0]])
     figure = relevance_bars(relevance, ["a", "b", "c"], title="tabby")
-    axis = figure.axes[0]
+    axis: Any = figure.axes[0]
     assert [bar.get_width() for bar in axis.patches] == [2.0, -1.0, 3.0]
     assert (
         axis.patches[0].get_facecolor() == axis.patches[2].get_facecolor() != axis.patches[1].get_facecolor()

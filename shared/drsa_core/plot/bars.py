@@ -58,7 +58,9 @@ def relevance_bars(
     texts.tick_params(length=0)
     texts.spines["right"].set_visible(False)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("relevance" if n_images == 1 else f"relevance: mean of {n_images} images, one dot for each")
+    axis.set_xlabel(
+        "relevance" if n_images == 1 else f"relevance: mean of {n_images} images, one dot for each"
+    )
     if title:
         axis.set_title(title, fontsize=11)
     return figure

@@ -32,8 +32,8 @@ def concept_maps(
 ) -> Figure:
     """An image, its standard map R_p, the K concept maps R_pk and the residual R_p − Σ_k R_pk.
 
-    Red speaks for the prediction, blue against it. Each panel is headed by its total relevance R_k and its share
-    of the whole; the line below says whether the parts add up.
+    Red speaks for the prediction, blue against it. Each panel is headed by its total relevance R_k and its
+    share of the whole; the line below says whether the parts add up.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def concept_maps(
     title : str, optional
         What a reader must know to judge the figure: model, class, layer, method.
     pool : int
-        Average over squares of so many pixels, which calms the grain of pixel-wise maps. Totals are of all pixels.
+        Average over squares of so many pixels, which calms the grain of pixel-wise maps.
     scale : {"one", "concepts", "each"}
         "one" symmetric colour scale for all panels, so that colours can be compared across them; "concepts":
         the concepts share one and the standard map has its own; "each" panel its own, which shows where weak
@@ -89,7 +89,7 @@ def concept_maps(
     n_panels = 1 + len(panels)
     n_columns = n_panels if columns is None else max(2, min(columns, n_panels))
     n_rows = -(-n_panels // n_columns)
-    width, height = 2.3, 2.3 * size[0] / size[1] + 0.45
+    width, height = 2.3, 2.3 * size[0] / size[1] + 0.2
     note = _sum_note(totals, n_concepts, difference, whole is not None)
     figure = Figure(
         figsize=(width * n_columns + 0.7, height * n_rows + 0.3 + (0.3 if title else 0)), layout="constrained"
@@ -105,7 +105,9 @@ def concept_maps(
         axis.set_title(f"{labels[index]}\n{value}", fontsize=10)
     if scale != "each":  # the scale of the last panel is that of the concepts
         bar = figure.colorbar(drawn, ax=axes.tolist(), fraction=0.02, pad=0.01, aspect=25)
-        bar.set_ticks([-limits[-1], 0, limits[-1]], labels=[f"−{number(limits[-1])}", "0", number(limits[-1])])
+        bar.set_ticks(
+            [-limits[-1], 0, limits[-1]], labels=[f"−{number(limits[-1])}", "0", number(limits[-1])]
+        )
         bar.set_label("against ← relevance per pixel → for", fontsize=8)
         bar.ax.tick_params(labelsize=8)
     if title:

@@ -59,7 +59,7 @@ def over_channels(maps: ArrayLike, name: str, leading: tuple[int, ...], size: tu
 
 
 def pooled(relevance: Tensor, pool: int) -> Tensor:
-    """Means over squares of `pool` × `pool` pixels of (…, H, W); what does not fill a square is averaged too."""
+    """Means over squares of `pool` × `pool` pixels of (…, H, W); squares at the edge may be smaller."""
     if check_positive_int(pool, "pool") == 1:
         return relevance
     flat = relevance.reshape(-1, 1, *relevance.shape[-2:])
