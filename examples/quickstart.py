@@ -27,7 +27,7 @@ from photographs import class_name, folder_photos, package_photos, random_crops
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 
-from captum_drsa import DisentangledAttribution, IntegratedGradientsContext, ShapleyContext, patch_mask
+from captum_drsa import DisentangledAttribution, IntegratedGradientsContext, patch_mask
 from zennit_drsa import DisentangledAttributor, collect
 
 METHODS = {
@@ -73,23 +73,25 @@ def with_captum(
 ) -> tuple[Subspaces, Tensor, Tensor, Tensor]:
     """The same with Integrated Gradients, or with Shapley values of 16 × 16 patches."""
     keywords: dict[str, Any]
+    pixels_per_feature = 1
     if shapley:
         method = ShapleyValueSampling(model)
-        # The paper takes 25 permutations in both steps (Note D); 5 are enough for a first look.
-        keywords = {"feature_mask": patch_mask(x), "n_samples": 5, "perturbations_per_eval": 28}
-        wrapped = DisentangledAttribution(method, layer, context_method=ShapleyContext(n_samples=5))
+        # The paper takes 25 permutations; 10 are enough for a first look.
+        keywords = {"feature_mask": patch_mask(x, 16), "n_samples": 10, "perturbations_per_eval": 28}
+        pixels_per_feature = 3 * 16 * 16  # Captum writes the value of a patch to each of its pixels
     else:
         method = IntegratedGradients(model)
         keywords = {"n_steps": 10}
-        # The paper takes 100 steps for the context; 10 of Captum's Gauss–Legendre steps are enough here.
-        context = IntegratedGradientsContext(n_steps=10)
-        wrapped = DisentangledAttribution(method, layer, context_method=context)
+    # Step 1, how the output responds to the activations, with 10 steps where the paper takes 100. The paper's
+    # Shapley contexts divide by sums of activations, which may be near 0 at a layer with both signs.
+    context = IntegratedGradientsContext(n_steps=10)
+    wrapped = DisentangledAttribution(method, layer, context_method=context)
     pairs = wrapped.collect(train.split(8), target, random_state=0, progress=True)
     wrapped.subspaces = learn(pairs, n_subspaces)
     torch.manual_seed(0)  # Captum's samplers draw from the global generator
-    maps = wrapped.attribute(x, target=target, **keywords)
+    maps = wrapped.attribute(x, target=target, **keywords) / pixels_per_feature
     torch.manual_seed(0)
-    whole = method.attribute(x, target=target, **keywords)
+    whole = method.attribute(x, target=target, **keywords) / pixels_per_feature
     return wrapped.subspaces, maps.detach(), whole.detach(), wrapped.concept_relevance(x, target).detach()
 
 
@@ -150,14 +152,13 @@ def main() -> None:
     parser.add_argument("--attribution", choices=METHODS, default="lrp", help="default: %(default)s")
     parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
-    parser.add_argument("--crops", type=int, help="crops to learn from (default: 24; 8 for shapley)")
+    parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")
     parser.add_argument("--overlay", action="store_true", help="draw the maps on the photograph")
     parser.add_argument("--figure", type=Path, default=Path("quickstart.png"), help="default: %(default)s")
     options = parser.parse_args()
     begin = time.perf_counter()
 
     model = load_model()
-    n_crops = options.crops or (8 if options.attribution == "shapley" else 24)
     settings = (options.attribution, options.layer, options.concepts)
     explained: list[Explained] = []
     if options.images:
@@ -174,7 +175,7 @@ def main() -> None:
             parser.error(f"no photograph is named {', '.join(unknown)}; the names are {', '.join(photos)}")
         for name in names:
             photo = photos[name]()
-            crops = torch.stack([to_input(crop) for crop in random_crops(photo, n_crops)])
+            crops = torch.stack([to_input(crop) for crop in random_crops(photo, options.crops)])
             explained += explain(model, to_input(photo)[None], crops, *settings)
     report(explained)
 

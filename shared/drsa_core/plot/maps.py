@@ -89,7 +89,7 @@ def concept_maps(
     n_panels = 1 + len(panels)
     n_columns = n_panels if columns is None else max(2, min(columns, n_panels))
     n_rows = -(-n_panels // n_columns)
-    width, height = 2.3, 2.3 * size[0] / size[1] + 0.2
+    width, height = 2.3, 2.3 * size[0] / size[1] + 0.3
     note = _sum_note(totals, n_concepts, difference, whole is not None)
     figure = Figure(
         figsize=(width * n_columns + 0.7, height * n_rows + 0.3 + (0.3 if title else 0)), layout="constrained"
