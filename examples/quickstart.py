@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")
     parser.add_argument("--overlay", action="store_true", help="draw the maps on the photograph")
     parser.add_argument("--figure", type=Path, default=Path("quickstart.png"), help="default: %(default)s")
+    parser.add_argument("--dpi", type=int, default=90, help="resolution of the figure (default: %(default)s)")
     options = parser.parse_args()
     begin = time.perf_counter()
 
@@ -206,7 +207,7 @@ def main() -> None:
             pool=pool,
             overlay=options.overlay,
         )
-    figure.savefig(options.figure, dpi=90)
+    figure.savefig(options.figure, dpi=options.dpi)
     print(f"wrote {options.figure} after {time.perf_counter() - begin:.0f} s")
 
 

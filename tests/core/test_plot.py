@@ -108,7 +108,7 @@ def test_grid_has_a_row_for_each_image(maps) -> None:
     assert drawn[5][1].get_clim()[1] == pytest.approx(2 * drawn[1][1].get_clim()[1])  # each row its own
     labels = [axis.get_ylabel() for axis in figure.axes]
     assert (labels[0], labels[4]) == ("first", "second")
-    assert figure.axes[6].get_xlabel() == "R = -6 (150 %)"
+    assert figure.axes[6].get_xlabel() == "R = -6"  # no shares of a negative whole
 
 
 def test_bars_are_means_with_a_dot_for_each_image() -> None:

@@ -66,6 +66,7 @@ def concept_maps(
     matplotlib.figure.Figure
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     picture = as_pictures(image, "image", 3)
     size = (int(picture.shape[0]), int(picture.shape[1]))
@@ -89,10 +90,11 @@ def concept_maps(
     n_panels = 1 + len(panels)
     n_columns = n_panels if columns is None else max(2, min(columns, n_panels))
     n_rows = -(-n_panels // n_columns)
-    width, height = 2.3, 2.3 * size[0] / size[1] + 0.3
+    width, height = 2.3, 2.3 * size[0] / size[1] + 0.5
     note = _sum_note(totals, n_concepts, difference, whole is not None)
     figure = Figure(
-        figsize=(width * n_columns + 0.7, height * n_rows + 0.3 + (0.3 if title else 0)), layout="constrained"
+        figsize=(width * n_columns + 0.9, height * n_rows + (0.45 if title else 0.15)),
+        layout=ConstrainedLayoutEngine(h_pad=0.08),
     )
     axes = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axis in axes:
@@ -105,10 +107,9 @@ def concept_maps(
         axis.set_title(f"{labels[index]}\n{value}", fontsize=10)
     if scale != "each":  # the scale of the last panel is that of the concepts
         bar = figure.colorbar(drawn, ax=axes.tolist(), fraction=0.02, pad=0.01, aspect=25)
-        bar.set_ticks(
-            [-limits[-1], 0, limits[-1]], labels=[f"−{number(limits[-1])}", "0", number(limits[-1])]
-        )
-        bar.set_label("against ← relevance per pixel → for", fontsize=8)
+        limit = limits[-1]
+        bar.set_ticks([-limit, 0, limit], labels=[f"−{number(limit)}\nagainst", "0", f"{number(limit)}\nfor"])
+        bar.set_label("relevance per pixel", fontsize=8)
         bar.ax.tick_params(labelsize=8)
     if title:
         figure.suptitle(title, fontsize=11)

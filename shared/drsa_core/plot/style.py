@@ -86,11 +86,11 @@ def colour_limits(shown: Tensor, scale: Scale) -> list[float]:
 
 
 def share_label(total: float, whole: float, magnitude: float) -> str:
-    """R of a panel and its share of the whole; no share where the parts cancel, as it would mean nothing.
+    """R of a panel and its share of the whole; no share where it would mislead.
 
-    `magnitude` is Σ|R_k|: shares of a whole below a hundredth of it are left out.
+    That is, where the whole is negative or the parts cancel: below a tenth of `magnitude`, Σ|R_k|.
     """
-    share = f" ({100 * total / whole:.0f} %)" if abs(whole) > 0.01 * magnitude and whole != 0 else ""
+    share = f" ({100 * total / whole:.0f} %)" if whole > 0.1 * magnitude else ""
     return f"R = {total:.3g}{share}"
 
 
