@@ -90,11 +90,11 @@ def concept_maps(
     n_panels = 1 + len(panels)
     n_columns = n_panels if columns is None else max(2, min(columns, n_panels))
     n_rows = -(-n_panels // n_columns)
-    width, height = 2.3, 2.3 * size[0] / size[1] + 0.5
+    width, height = 2.3, 2.3 * size[0] / size[1] + 0.62
     note = _sum_note(totals, n_concepts, difference, whole is not None)
     figure = Figure(
         figsize=(width * n_columns + 0.9, height * n_rows + (0.45 if title else 0.15)),
-        layout=ConstrainedLayoutEngine(h_pad=0.08),
+        layout=ConstrainedLayoutEngine(h_pad=0.05),
     )
     axes = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axis in axes:
