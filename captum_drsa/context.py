@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -102,6 +103,7 @@ class ShapleyContext:
             # Captum gives every position the value of its map; the mean of equal numbers is that number.
             maps = relevance.to(activation).mean(positions, keepdim=True)
             sums = activation.sum(positions, keepdim=True)
+            _warn_of_cancellation(sums, activation.abs().sum(positions, keepdim=True), maps, request)
             return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
 
         with torch.no_grad():
@@ -137,6 +139,26 @@ class LayerAttributionContext:
                 "the same layer, and attribute to its output"
             )
         return activation, context_from_relevance(activation, relevance.detach())
+
+
+def _warn_of_cancellation(sums: Tensor, sizes: Tensor, relevance: Tensor, request: Request) -> None:
+    """Warn if relevance sits on maps whose activations cancel: c_j = R_j / Σ a_j is then out of all measure.
+
+    Parameters
+    ----------
+    sums, sizes, relevance : tensor, shape (1, …, D, …)
+        Σ a_j, Σ |a_j| and R_j over the positions of each feature map.
+    """
+    cancels = sums.abs() < 0.1 * sizes
+    share = float(relevance[cancels].abs().sum() / relevance.abs().sum().clamp(min=1e-30))
+    if share > 0.1:
+        warnings.warn(
+            f"{share:.0%} of the relevance at layer {request.layer_name!r} is on feature maps whose positive "
+            "and negative activations cancel, so that the Shapley contexts R_j / Σ a_j are very large there. "
+            "They are meant for layers after a ReLU: choose one, or set "
+            "context_method='integrated_gradients' or 'gradient'",
+            stacklevel=2,
+        )
 
 
 def gradient_at_layer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import combinations
 from typing import Any
 
@@ -120,6 +121,27 @@ def test_context_of_feature_maps() -> None:
     with torch.no_grad():
         at_a, at_0 = (model.classifier(model.top(t).flatten(1))[0, 3] for t in (a.clone(), a * 0))
     torch.testing.assert_close((a * c).sum(), at_a - at_0, rtol=1e-4, atol=1e-6)
+
+
+def test_contexts_of_maps_that_cancel_are_warned_about() -> None:
+    """R_j / Σ a_j explodes where Σ a_j is near zero though a_j is not: layers before the ReLU."""
+    model, x = conv_net(), images(1)
+    method, context = ShapleyValueSampling(model), ShapleyContext(n_samples=2)
+
+    def centre(module: object, args: object, output: Tensor) -> Tensor:
+        return output - output.mean((2, 3), keepdim=True) + 1e-4
+
+    handle = model.get_submodule("features.3").register_forward_hook(centre)
+    with pytest.warns(UserWarning, match=r"100% of the relevance at layer 'features.3'"):
+        DisentangledAttribution(ShapleyValueSampling(model), "features.3", subspaces(8), context).context(
+            x, 3
+        )
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DisentangledAttribution(ShapleyValueSampling(model), "features.4", subspaces(8), context).context(
+            x, 3
+        )
 
 
 MASK = patch_mask(images(), 4)
