@@ -1,5 +1,6 @@
 """Figures, as matplotlib objects that are never shown by themselves. Needs the extra `plot`."""
 
 from .maps import concept_maps
+from .showcases import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
 
-__all__ = ["concept_maps"]
+__all__ = ["concept_maps", "confusion_matrices", "relevance_boxes", "relevance_scatter", "roc_curves"]
