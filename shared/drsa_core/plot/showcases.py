@@ -88,8 +88,8 @@ def relevance_boxes(
     """Box plots of R_k for each class and concept; boxes of specific concepts are red (Fig. 9).
 
     A box reaches from the 0.25-quantile of a class to its α-quantile, the bar in it is the median, whiskers
-    end at the 0.05- and 0.95-quantiles. The dashed line is the β-quantile of all images: a concept is specific
-    to a class if the box surpasses it.
+    end at the 0.05- and 0.95-quantiles. The dashed line is the β-quantile of all images: a concept is
+    specific to a class if the box surpasses it.
 
     Parameters
     ----------

@@ -1,0 +1,244 @@
+"""Clever Hans: find the concept with which a network cheats, and take it out of the prediction (section 6.1).
+
+`--network small` trains a small network that cheats with a planted watermark, detects the strategy with DRSA
+and with SpRAy, and compares the refined network with deep feature reweighting on poisoned data.
+`--network lite0` puts the Hanzi watermark of ImageNet's cartons on photographs: does a concept of
+EfficientNet-Lite0 single it out, and does removing that concept bring the rank of "carton" back?
+
+    python examples/clever_hans.py --network small --out clever_hans
+    python examples/clever_hans.py --network lite0 --out clever_hans [--images FOLDER] [--learn FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from pathlib import Path
+
+import planted_watermark as planted
+import torch
+from drsa_core import DRSA
+from drsa_core.cleverhans import (
+    RefinedModel,
+    SpRAy,
+    auroc,
+    confusion_matrix,
+    deep_feature_reweighting,
+    mean_relevance,
+    poison,
+    ranks,
+    rectified_relevance,
+    roc_curve,
+)
+from drsa_core.plot import concept_maps, confusion_matrices, roc_curves
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from zennit.attribution import Gradient
+from zennit.composites import EpsilonGammaBox
+from zennit.core import Composite
+
+from zennit_drsa import DisentangledAttributor, collect
+
+CARTON = 478
+
+
+class Concepts:
+    """Concepts of one class, learned from images `x`: their maps and their relevance, by Zennit's LRP."""
+
+    def __init__(
+        self, model: nn.Module, composite: Composite, layer: str, x: Tensor, target: int, seed: int
+    ) -> None:
+        a, c = collect(model, composite, layer, x.split(16), target, random_state=seed)
+        self.subspaces = DRSA(4, random_state=seed, progress=True).fit(a, c).subspaces_
+        self.attributor = DisentangledAttributor(Gradient(model, composite), layer, self.subspaces)
+        self.target = target
+
+    def relevance(self, x: Tensor, target: int) -> Tensor:
+        """R_k, shape (N, K): what `RefinedModel` asks for."""
+        return self.attributor.concept_relevance(x, lambda y: y.detach() * _one_hot(target, y))
+
+    def maps(self, x: Tensor, name: str) -> Tensor:
+        """R_pk, shape (N, K, 3, H, W)."""
+        batches = tqdm(x.split(8), desc=f"maps of {name}", unit="batch")
+        target = self.target
+        return torch.cat([self.attributor(b, lambda y: y.detach() * _one_hot(target, y))[1] for b in batches])
+
+
+def _one_hot(target: int, output: Tensor) -> Tensor:
+    return nn.functional.one_hot(torch.tensor(target), output.shape[1]).to(output)
+
+
+def detect(
+    learned_maps: Tensor, learned_labels: Tensor, maps: Tensor, labels: Tensor, pool: int, out: Path
+) -> int:
+    """Print and draw how well concepts and SpRAy's clusters tell watermarked images; return the concept.
+
+    The concept is chosen on the images from which it was learned, where a person would look at its maps.
+    """
+    learned, scores = rectified_relevance(learned_maps), rectified_relevance(maps)
+    concept = max(range(scores.shape[1]), key=lambda k: auroc(learned[:, k], learned_labels))
+    curves = {f"DRSA S{concept + 1}": roc_curve(scores[:, concept], labels)}
+    print(f"concept of the watermark, chosen on the learning images: S{concept + 1}")
+    for k in range(scores.shape[1]):
+        print(f"  S{k + 1}: AUROC {auroc(scores[:, k], labels):.3f}")
+    whole = rectified_relevance(maps.sum(1, keepdim=True))[:, 0]
+    curves["whole map"] = roc_curve(whole, labels)
+    print(f"  whole map: AUROC {curves['whole map'].auroc:.3f}")
+    spray = SpRAy(scores.shape[1], pool=pool, random_state=0).fit(learned_maps.sum(1))
+    for k, distance in enumerate(spray.distances(maps.sum(1)).T):
+        # As in Note J.1, a cluster may stand for either kind: the better sign counts, to SpRAy's advantage.
+        sign = 1 if auroc(distance, labels) >= 0.5 else -1
+        curves[f"SpRAy {k + 1}{'' if sign > 0 else '*'}"] = roc_curve(sign * distance, labels)
+        print(f"  SpRAy cluster {k + 1}: AUROC {auroc(sign * distance, labels):.3f}")
+    roc_curves(curves, "which images carry the watermark?").savefig(out / "roc.png", dpi=110)
+    return concept
+
+
+# ---------------------------------------------------------------------- (a) a planted watermark
+
+
+def small(options: argparse.Namespace) -> None:
+    """A small network trained on the spot: detection, refinement, deep feature reweighting."""
+    seed = options.seed
+    images, labels, marked = planted.shapes(options.train, 1000 * seed, watermarked=0.5)
+    model = planted.train(images, labels, seed, options.epochs)
+    low, high = torch.full((1, 3, 32, 32), -0.5), torch.full((1, 3, 32, 32), 0.5)
+    box = labels == planted.BOX
+    x = images[box][:300] - 0.5
+    concepts = Concepts(model, EpsilonGammaBox(low, high), "2", x, planted.BOX, seed)
+
+    # Detect: which of the boxes carry the watermark?
+    others, other_labels, other_marked = planted.shapes(options.test, 1000 * seed + 1, watermarked=0.5)
+    boxes = other_labels == planted.BOX
+    maps = concepts.maps(others[boxes] - 0.5, "test images")
+    learned_maps, learned_marked = concepts.maps(x, "learning images"), marked[box][:300]
+    concept = detect(learned_maps, learned_marked, maps, other_marked[boxes], 4, options.out)
+    shown = int(rectified_relevance(maps)[:, concept].argmax())
+    figure = concept_maps(others[boxes][shown], maps[shown], concepts.subspaces.names)
+    figure.savefig(options.out / "maps.png", dpi=90)
+
+    # Mitigate: accuracy on clean and poisoned data, with each concept taken out, and with a new last layer.
+    usual = mean_relevance(concepts.relevance, x.split(64), planted.BOX, progress=False)
+    models: dict[str, nn.Module] = {"original": model}
+    for k in range(concepts.subspaces.n_subspaces):
+        refined = RefinedModel(model, concepts.relevance, planted.BOX, [k], usual)
+        models[f"without S{k + 1}" + (" (the watermark)" if k == concept else "")] = refined
+    for rate in (0.25, 0.5, 0.75, 1.0):
+        models[f"last layer retrained at {rate:.0%}"] = retrained(model, options.train, rate, seed)
+    images, labels, _ = planted.shapes(options.test, 1000 * seed + 2)
+    generator = torch.Generator().manual_seed(seed)
+    data = {
+        rate: poison(
+            images, labels, [lambda image: planted.add_watermark(image, generator)], rate, planted.BOX, seed
+        )[0]
+        for rate in (0.0, 0.25, 0.5)
+    }
+    print(f"accuracy on {len(labels)} test images      clean  25 % poisoned  50 % poisoned")
+    matrices = {}
+    n_classes = len(planted.NAMES)
+    for name, candidate in models.items():
+        accuracies = []
+        for rate, poisoned in data.items():
+            with torch.no_grad():
+                predicted = torch.cat([candidate(batch).argmax(1) for batch in (poisoned - 0.5).split(100)])
+            matrix = confusion_matrix(labels, predicted, n_classes)
+            accuracies.append(float(matrix.diagonal().sum() / matrix.sum()))
+            if rate in (0.0, 0.25) and (name == "original" or "watermark" in name):
+                short = "original" if name == "original" else f"without S{concept + 1}"
+                matrices[f"{short}, {'clean' if not rate else '25 % poisoned'}"] = matrix
+        print(f"  {name:<32} {accuracies[0]:6.3f} {accuracies[1]:10.3f} {accuracies[2]:14.3f}")
+    confusion_matrices(matrices, planted.NAMES).savefig(options.out / "confusion.png", dpi=110)
+
+
+def retrained(model: nn.Module, n_images: int, rate: float, seed: int) -> nn.Module:
+    """Deep feature reweighting: a copy with a last layer trained on images poisoned at a rate."""
+    features = model[:-1]  # type: ignore[index]  # a Sequential
+    generator = torch.Generator().manual_seed(seed)
+    sets = []
+    for number in (3, 4):  # to train on, and to choose the weight decay on
+        images, labels, _ = planted.shapes(n_images // 2, 1000 * seed + number, watermarked=0.5)
+        marks = [lambda image: planted.add_watermark(image, generator)]
+        images, _ = poison(images, labels, marks, rate, planted.BOX, seed)
+        with torch.no_grad():
+            sets += [features(images - 0.5), labels]
+    layer, _ = deep_feature_reweighting(sets[0], sets[1], sets[2], sets[3], len(planted.NAMES))
+    new: nn.Module = copy.deepcopy(model)
+    new[-1] = layer  # type: ignore[operator]
+    return new
+
+
+# ---------------------------------------------------------------------- (b) the Hanzi watermark
+
+
+def lite0(options: argparse.Namespace) -> None:
+    """EfficientNet-Lite0 and photographs with the Hanzi watermark, class 478, carton."""
+    from efficientnet_lite0 import composite_for, load_model
+    from hanzi_watermark import add_hanzi, crops, labelled_photos, photos_to_learn_from
+
+    model = load_model()
+    x, labels = labelled_photos(options.images, options.limit)
+    y = crops(photos_to_learn_from(options.learn), options.crops, options.seed)
+    learned_marked = torch.arange(len(y)) % 2 == 0  # half of the crops, as about half of the cartons in J.1
+    y[learned_marked] = add_hanzi(y[learned_marked])
+    print(f"{len(y)} crops to learn from, {len(x)} photographs to test on, each without and with watermark")
+    concepts = Concepts(model, composite_for(x[:1]), options.layer, y, CARTON, options.seed)
+
+    both, marked = torch.cat([x, add_hanzi(x)]), torch.arange(2 * len(x)) >= len(x)
+    maps = concepts.maps(both, "test images")
+    with torch.no_grad():
+        before = torch.cat([model(batch) for batch in both.split(16)])
+    print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
+    concept = detect(concepts.maps(y, "learning images"), learned_marked, maps, marked, 8, options.out)
+    shown = len(x) + int(rectified_relevance(maps)[len(x) :, concept].argmax())
+    figure = concept_maps((both[shown] * 128 + 127) / 255, maps[shown], concepts.subspaces.names, pool=4)
+    figure.savefig(options.out / "maps.png", dpi=90)
+
+    print("median rank of carton, its mean logit, and top-1 accuracy")
+    report("original", before, labels)
+    for name, reference in (("all learning images", y), ("those without watermark", y[~learned_marked])):
+        usual = mean_relevance(concepts.relevance, reference.split(16), CARTON, progress=False)
+        refined = RefinedModel(model, concepts.relevance, CARTON, [concept], usual)
+        with torch.no_grad():
+            after = torch.cat([refined(batch) for batch in tqdm(both.split(16), desc="refined model")])
+        report(f"without S{concept + 1}, usual relevance of {name}", after, labels)
+
+
+def report(name: str, outputs: Tensor, labels: Tensor) -> None:
+    """Print what a model makes of photographs without and with watermark."""
+    print(f"  {name}")
+    for kind, part in zip(("clean", "watermarked"), outputs.chunk(2), strict=True):
+        known = labels >= 0
+        right = float((part.argmax(1) == labels)[known].float().mean())
+        rank = int(ranks(part, CARTON).median())
+        print(
+            f"    {kind:<12} rank {rank:4d}   logit {float(part[:, CARTON].mean()):6.2f}   top-1 {right:.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network", choices=["small", "lite0"], default="small", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("clever_hans"), help="folder for the figures")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    group = parser.add_argument_group("small")
+    group.add_argument("--train", type=int, default=3000, help="training images (default: %(default)s)")
+    group.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
+    group.add_argument("--test", type=int, default=1000, help="test images (default: %(default)s)")
+    group = parser.add_argument_group("lite0")
+    group.add_argument("--images", type=Path, help="photographs to test on (default: foolbox's)")
+    group.add_argument("--learn", type=Path, help="photographs to learn from (default: scikit-image's)")
+    group.add_argument("--crops", type=int, default=80, help="crops to learn from (default: %(default)s)")
+    group.add_argument("--limit", type=int, help="use so many photographs to test on")
+    group.add_argument("--layer", default="blocks.6", help="layer to split (default: %(default)s)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    {"small": small, "lite0": lite0}[options.network](options)
+    print(f"wrote figures to {options.out} after {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
