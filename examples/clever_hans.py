@@ -34,7 +34,8 @@ from drsa_core.cleverhans import (
 from drsa_core.plot import concept_maps, confusion_matrices, roc_curves
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from zennit.attribution import Gradient
+from zennit.attribution import Attributor, Gradient
+from zennit.canonizers import SequentialMergeBatchNorm
 from zennit.composites import EpsilonGammaBox
 from zennit.core import Composite
 
@@ -51,18 +52,24 @@ class Concepts:
     ) -> None:
         a, c = collect(model, composite, layer, x.split(16), target, random_state=seed)
         self.subspaces = DRSA(4, random_state=seed, progress=True).fit(a, c).subspaces_
-        self.attributor = DisentangledAttributor(Gradient(model, composite), layer, self.subspaces)
+        self.gradient = Gradient(model, composite)
+        self.attributor = DisentangledAttributor(self.gradient, layer, self.subspaces)
         self.target = target
 
     def relevance(self, x: Tensor, target: int) -> Tensor:
         """R_k, shape (N, K): what `RefinedModel` asks for."""
         return self.attributor.concept_relevance(x, lambda y: y.detach() * _one_hot(target, y))
 
-    def maps(self, x: Tensor, name: str) -> Tensor:
-        """R_pk, shape (N, K, 3, H, W)."""
-        batches = tqdm(x.split(8), desc=f"maps of {name}", unit="batch")
-        target = self.target
-        return torch.cat([self.attributor(b, lambda y: y.detach() * _one_hot(target, y))[1] for b in batches])
+    def totals(self, x: Tensor) -> Tensor:
+        """R_k of many images, shape (N, K)."""
+        return torch.cat([self.relevance(batch, self.target) for batch in x.split(16)])
+
+    def maps(self, x: Tensor, attributor: Attributor | None = None) -> Tensor:
+        """R_pk, shape (N, K, 3, H, W); with Zennit's own attributor R_p, shape (N, 3, H, W)."""
+        attributor = attributor or self.attributor
+        batches = tqdm(x.split(8), desc="maps", unit="batch")
+        parts = [attributor(b, lambda y: y.detach() * _one_hot(self.target, y))[1] for b in batches]
+        return torch.cat(parts).detach()
 
 
 def _one_hot(target: int, output: Tensor) -> Tensor:
@@ -70,28 +77,38 @@ def _one_hot(target: int, output: Tensor) -> Tensor:
 
 
 def detect(
-    learned_maps: Tensor, learned_labels: Tensor, maps: Tensor, labels: Tensor, pool: int, out: Path
+    concepts: Concepts,
+    x: Tensor,
+    marked: Tensor,
+    others: Tensor,
+    labels: Tensor,
+    options: argparse.Namespace,
+    pool: int,
 ) -> int:
     """Print and draw how well concepts and SpRAy's clusters tell watermarked images; return the concept.
 
-    The concept is chosen on the images from which it was learned, where a person would look at its maps.
+    `x` are the images from which the concepts were learned, `marked` says which carry the watermark, as
+    `labels` does of the others. The concept is chosen on `x`, where a person would look at its maps.
     """
-    learned, scores = rectified_relevance(learned_maps), rectified_relevance(maps)
-    concept = max(range(scores.shape[1]), key=lambda k: auroc(learned[:, k], learned_labels))
+    learned = concepts.totals(x)
+    scores = rectified_relevance(
+        concepts.maps(others) if options.scores == "input" else concepts.totals(others)
+    )
+    concept = max(range(scores.shape[1]), key=lambda k: auroc(learned[:, k], marked))
     curves = {f"DRSA S{concept + 1}": roc_curve(scores[:, concept], labels)}
     print(f"concept of the watermark, chosen on the learning images: S{concept + 1}")
     for k in range(scores.shape[1]):
         print(f"  S{k + 1}: AUROC {auroc(scores[:, k], labels):.3f}")
-    whole = rectified_relevance(maps.sum(1, keepdim=True))[:, 0]
-    curves["whole map"] = roc_curve(whole, labels)
+    whole_maps = concepts.maps(others, concepts.gradient)
+    curves["whole map"] = roc_curve(rectified_relevance(whole_maps[:, None])[:, 0], labels)
     print(f"  whole map: AUROC {curves['whole map'].auroc:.3f}")
-    spray = SpRAy(scores.shape[1], pool=pool, random_state=0).fit(learned_maps.sum(1))
-    for k, distance in enumerate(spray.distances(maps.sum(1)).T):
+    spray = SpRAy(scores.shape[1], pool=pool, random_state=0).fit(concepts.maps(x, concepts.gradient))
+    for k, distance in enumerate(spray.distances(whole_maps).T):
         # As in Note J.1, a cluster may stand for either kind: the better sign counts, to SpRAy's advantage.
         sign = 1 if auroc(distance, labels) >= 0.5 else -1
         curves[f"SpRAy {k + 1}{'' if sign > 0 else '*'}"] = roc_curve(sign * distance, labels)
         print(f"  SpRAy cluster {k + 1}: AUROC {auroc(sign * distance, labels):.3f}")
-    roc_curves(curves, "which images carry the watermark?").savefig(out / "roc.png", dpi=110)
+    roc_curves(curves, "which images carry the watermark?").savefig(options.out / "roc.png", dpi=110)
     return concept
 
 
@@ -106,16 +123,16 @@ def small(options: argparse.Namespace) -> None:
     low, high = torch.full((1, 3, 32, 32), -0.5), torch.full((1, 3, 32, 32), 0.5)
     box = labels == planted.BOX
     x = images[box][:300] - 0.5
-    concepts = Concepts(model, EpsilonGammaBox(low, high), "2", x, planted.BOX, seed)
+    composite = EpsilonGammaBox(low, high, canonizers=[SequentialMergeBatchNorm()])
+    concepts = Concepts(model, composite, "2", x, planted.BOX, seed)
 
     # Detect: which of the boxes carry the watermark?
     others, other_labels, other_marked = planted.shapes(options.test, 1000 * seed + 1, watermarked=0.5)
     boxes = other_labels == planted.BOX
-    maps = concepts.maps(others[boxes] - 0.5, "test images")
-    learned_maps, learned_marked = concepts.maps(x, "learning images"), marked[box][:300]
-    concept = detect(learned_maps, learned_marked, maps, other_marked[boxes], 4, options.out)
-    shown = int(rectified_relevance(maps)[:, concept].argmax())
-    figure = concept_maps(others[boxes][shown], maps[shown], concepts.subspaces.names)
+    others = others[boxes]
+    concept = detect(concepts, x, marked[box][:300], others - 0.5, other_marked[boxes], options, pool=4)
+    shown = others[[int(concepts.totals(others - 0.5)[:, concept].argmax())]]
+    figure = concept_maps(shown[0], concepts.maps(shown - 0.5)[0], concepts.subspaces.names)
     figure.savefig(options.out / "maps.png", dpi=90)
 
     # Mitigate: accuracy on clean and poisoned data, with each concept taken out, and with a new last layer.
@@ -185,13 +202,14 @@ def lite0(options: argparse.Namespace) -> None:
     concepts = Concepts(model, composite_for(x[:1]), options.layer, y, CARTON, options.seed)
 
     both, marked = torch.cat([x, add_hanzi(x)]), torch.arange(2 * len(x)) >= len(x)
-    maps = concepts.maps(both, "test images")
     with torch.no_grad():
         before = torch.cat([model(batch) for batch in both.split(16)])
     print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
-    concept = detect(concepts.maps(y, "learning images"), learned_marked, maps, marked, 8, options.out)
-    shown = len(x) + int(rectified_relevance(maps)[len(x) :, concept].argmax())
-    figure = concept_maps((both[shown] * 128 + 127) / 255, maps[shown], concepts.subspaces.names, pool=4)
+    concept = detect(concepts, y, learned_marked, both, marked, options, pool=8)
+    shown = both[[len(x) + int(concepts.totals(both)[len(x) :, concept].argmax())]]
+    figure = concept_maps(
+        (shown[0] * 128 + 127) / 255, concepts.maps(shown)[0], concepts.subspaces.names, pool=4
+    )
     figure.savefig(options.out / "maps.png", dpi=90)
 
     print("median rank of carton, its mean logit, and top-1 accuracy")
@@ -222,10 +240,16 @@ def main() -> None:
     )
     parser.add_argument("--network", choices=["small", "lite0"], default="small", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("clever_hans"), help="folder for the figures")
+    parser.add_argument(
+        "--scores",
+        choices=["layer", "input"],
+        default="layer",
+        help="rectify the relevance R_k of a concept, or its pixels as in Note J.1, which needs all maps",
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     group = parser.add_argument_group("small")
     group.add_argument("--train", type=int, default=3000, help="training images (default: %(default)s)")
-    group.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
+    group.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
     group.add_argument("--test", type=int, default=1000, help="test images (default: %(default)s)")
     group = parser.add_argument_group("lite0")
     group.add_argument("--images", type=Path, help="photographs to test on (default: foolbox's)")

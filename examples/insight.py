@@ -1,9 +1,9 @@
 """Insight: which visual concepts tell related classes apart, and which do they share? (section 6.2)
 
-Photographs of several classes teach EfficientNet-Lite0's concepts; each class is matched with the concepts that
-are specific to it. A folder holds one folder for each class, whose name begins with the class's ImageNet index
-(`281_tabby`), or `train` and `val` with such folders. Without a folder, crops of foolbox's photographs of
-animals stand in for classes: enough to see how it works, not to learn about animals.
+Photographs of several classes teach EfficientNet-Lite0's concepts; each class is matched with the concepts
+that are specific to it. A folder holds one folder for each class, whose name begins with the class's ImageNet
+index (`281_tabby`), or `train` and `val` with such folders. Without a folder, crops of foolbox's photographs
+of animals stand in for classes: enough to see how it works, not to learn about animals.
 
     python examples/insight.py --images FOLDER --out insight
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -108,7 +109,7 @@ def main() -> None:
     subspaces = DRSA(options.concepts, random_state=options.seed, progress=True).fit(a, c).subspaces_
     attributor = DisentangledAttributor(Gradient(model, composite), options.layer, subspaces)
 
-    def own_class(classes: Tensor) -> nn.Module | object:
+    def own_class(classes: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda y: y.detach() * nn.functional.one_hot(classes, y.shape[1])
 
     parts = zip(other.split(16), other_labels.split(16), strict=True)

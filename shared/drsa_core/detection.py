@@ -82,8 +82,8 @@ def roc_curve(scores: ArrayLike, labels: ArrayLike) -> RocCurve:
     last = torch.cat([scores[1:] != scores[:-1], torch.tensor([True])])
     zero = torch.zeros(1, dtype=torch.float64)
     return RocCurve(
-        torch.cat([zero, (~positive).cumsum(0)[last] / n_negative]),
-        torch.cat([zero, positive.cumsum(0)[last] / n_positive]),
+        torch.cat([zero, (~positive).double().cumsum(0)[last] / n_negative]),
+        torch.cat([zero, positive.double().cumsum(0)[last] / n_positive]),
         torch.cat([zero + torch.inf, scores[last]]),
     )
 

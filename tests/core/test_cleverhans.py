@@ -60,15 +60,15 @@ def test_roc_agrees_with_scikit_learn_and_with_counting_pairs(seed: int, ties: b
     curve = roc_curve(scores, labels)
     false_positive, true_positive, thresholds = metrics.roc_curve(labels, scores, drop_intermediate=False)
     # Counts divided by counts in float64: equal up to rounding of one division.
-    np.testing.assert_allclose(curve.false_positive_rate, false_positive, atol=1e-15)
-    np.testing.assert_allclose(curve.true_positive_rate, true_positive, atol=1e-15)
+    np.testing.assert_allclose(curve.false_positive_rate, false_positive, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(curve.true_positive_rate, true_positive, rtol=0, atol=1e-15)
     np.testing.assert_array_equal(curve.thresholds, thresholds)
-    np.testing.assert_allclose(curve.auroc, metrics.roc_auc_score(labels, scores), atol=1e-14)
+    np.testing.assert_allclose(curve.auroc, metrics.roc_auc_score(labels, scores), rtol=0, atol=1e-14)
     wins = [
         (p > n) + 0.5 * (p == n) for p in scores[labels == 1] for n in scores[labels == 0]
     ]  # the chance that a positive outscores a negative
-    np.testing.assert_allclose(auroc(scores, labels), np.mean(wins), atol=1e-14)
-    np.testing.assert_allclose(auroc(-scores, labels), 1 - np.mean(wins), atol=1e-14)
+    np.testing.assert_allclose(auroc(scores, labels), np.mean(wins), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(auroc(-scores, labels), 1 - np.mean(wins), rtol=0, atol=1e-14)
 
 
 def test_roc_by_hand_and_bad_input() -> None:
@@ -115,7 +115,7 @@ def test_spray_finds_the_clusters_that_scikit_learn_finds() -> None:
     order = [int(i) for i in reference.predict(spray.centres_.numpy())]
     held_out = blobs(8, 1)
     expected = reference.transform(spray.features(held_out).numpy())[:, order]
-    np.testing.assert_allclose(spray.distances(held_out), expected, atol=1e-10)
+    np.testing.assert_allclose(spray.distances(held_out), expected, rtol=0, atol=1e-10)
 
 
 def test_spray_is_reproducible_and_leaves_generators_alone() -> None:
