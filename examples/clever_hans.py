@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import planted_watermark as planted
@@ -48,13 +49,20 @@ class Concepts:
     """Concepts of one class, learned from images `x`: their maps and their relevance, by Zennit's LRP."""
 
     def __init__(
-        self, model: nn.Module, composite: Composite, layer: str, x: Tensor, target: int, seed: int
+        self,
+        model: nn.Module,
+        composite: Composite,
+        layer: str,
+        x: Tensor,
+        target: int,
+        seed: int,
+        dims: Sequence[int] | None = None,
     ) -> None:
         a, c = collect(model, composite, layer, x.split(16), target, random_state=seed)
-        self.subspaces = DRSA(4, random_state=seed, progress=True).fit(a, c).subspaces_
+        self.subspaces = DRSA(4, dims, random_state=seed, progress=True).fit(a, c).subspaces_
         self.gradient = Gradient(model, composite)
         self.attributor = DisentangledAttributor(self.gradient, layer, self.subspaces)
-        self.target = target
+        self.target, self.layer = target, layer
 
     def relevance(self, x: Tensor, target: int) -> Tensor:
         """R_k, shape (N, K): what `RefinedModel` asks for."""
@@ -63,6 +71,12 @@ class Concepts:
     def totals(self, x: Tensor) -> Tensor:
         """R_k of many images, shape (N, K)."""
         return torch.cat([self.relevance(batch, self.target) for batch in x.split(16)])
+
+    def draw(self, photo: Tensor, x: Tensor, file: Path, pool: int = 1) -> None:
+        """The maps of one image (1, 3, H, W) and what they leave over."""
+        attributor = DisentangledAttributor(self.gradient, self.layer, self.subspaces, residual=True)
+        names = [*self.subspaces.names, "residual"]
+        concept_maps(photo, self.maps(x, attributor)[0], names, pool=pool).savefig(file, dpi=80)
 
     def maps(self, x: Tensor, attributor: Attributor | None = None) -> Tensor:
         """R_pk, shape (N, K, 3, H, W); with Zennit's own attributor R_p, shape (N, 3, H, W)."""
@@ -124,7 +138,9 @@ def small(options: argparse.Namespace) -> None:
     box = labels == planted.BOX
     x = images[box][:300] - 0.5
     composite = EpsilonGammaBox(low, high, canonizers=[SequentialMergeBatchNorm()])
-    concepts = Concepts(model, composite, "2", x, planted.BOX, seed)
+    # Two dimensions for each concept of this layer's 32: with all of them shared out, the evidence of other
+    # shapes against a box would fall to the concepts as well.
+    concepts = Concepts(model, composite, "1", x, planted.BOX, seed, dims=[2] * 4)
 
     # Detect: which of the boxes carry the watermark?
     others, other_labels, other_marked = planted.shapes(options.test, 1000 * seed + 1, watermarked=0.5)
@@ -132,15 +148,18 @@ def small(options: argparse.Namespace) -> None:
     others = others[boxes]
     concept = detect(concepts, x, marked[box][:300], others - 0.5, other_marked[boxes], options, pool=4)
     shown = others[[int(concepts.totals(others - 0.5)[:, concept].argmax())]]
-    figure = concept_maps(shown[0], concepts.maps(shown - 0.5)[0], concepts.subspaces.names)
-    figure.savefig(options.out / "maps.png", dpi=90)
+    concepts.draw(shown[0], shown - 0.5, options.out / "maps.png")
 
     # Mitigate: accuracy on clean and poisoned data, with each concept taken out, and with a new last layer.
     usual = mean_relevance(concepts.relevance, x.split(64), planted.BOX, progress=False)
+    clean = x[~marked[box][:300]]
+    usual_clean = mean_relevance(concepts.relevance, clean.split(64), planted.BOX, progress=False)
     models: dict[str, nn.Module] = {"original": model}
     for k in range(concepts.subspaces.n_subspaces):
         refined = RefinedModel(model, concepts.relevance, planted.BOX, [k], usual)
         models[f"without S{k + 1}" + (" (the watermark)" if k == concept else "")] = refined
+    by_clean = RefinedModel(model, concepts.relevance, planted.BOX, [concept], usual_clean)
+    models[f"without S{concept + 1}, E of clean boxes"] = by_clean
     for rate in (0.25, 0.5, 0.75, 1.0):
         models[f"last layer retrained at {rate:.0%}"] = retrained(model, options.train, rate, seed)
     images, labels, _ = planted.shapes(options.test, 1000 * seed + 2)
@@ -207,10 +226,7 @@ def lite0(options: argparse.Namespace) -> None:
     print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
     concept = detect(concepts, y, learned_marked, both, marked, options, pool=8)
     shown = both[[len(x) + int(concepts.totals(both)[len(x) :, concept].argmax())]]
-    figure = concept_maps(
-        (shown[0] * 128 + 127) / 255, concepts.maps(shown)[0], concepts.subspaces.names, pool=4
-    )
-    figure.savefig(options.out / "maps.png", dpi=90)
+    concepts.draw((shown[0] * 128 + 127) / 255, shown, options.out / "maps.png", pool=4)
 
     print("median rank of carton, its mean logit, and top-1 accuracy")
     report("original", before, labels)

@@ -108,7 +108,7 @@ def train(
 ) -> nn.Sequential:
     """A small network trained with Adam on images minus 0.5, in eval mode.
 
-    Its logits are centred, of which a softmax sees nothing: what speaks against all others speaks for a class.
+    Its logits are centred, of which a softmax sees nothing: what speaks against all others speaks for one.
     """
     model = small_cnn(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -125,7 +125,7 @@ def train(
         bar.set_postfix_str(f"loss {loss.item():.3f}")
     model.requires_grad_(False).eval()
     for parameter in model[-1].parameters():
-        parameter -= parameter.mean(0, keepdim=True)
+        parameter.sub_(parameter.mean(0, keepdim=True))
     return model
 
 

@@ -19,7 +19,9 @@ RELEVANCE = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 def test_roc_curves_are_drawn_with_their_area() -> None:
     curve = roc_curve(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([1, 0, 1, 0]))
     (axis,) = roc_curves({"S1": curve, "SpRAy": curve}).axes
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+    legend = axis.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
         "chance (0.500)",
         "S1 (0.875)",
         "SpRAy (0.875)",
@@ -50,8 +52,8 @@ def test_boxes_mark_specific_concepts() -> None:
     for k, axis in enumerate(figure.axes):
         red = [patch.get_facecolor()[0] > patch.get_facecolor()[1] for patch in axis.patches]
         assert red == table.specific[:, k].tolist()
-        assert axis.lines[-1].get_xdata()[0] == pytest.approx(float(table.overall_quantiles[k]))
-        right = [patch.get_path().vertices[:, 0].max() for patch in axis.patches]
+        assert np.asarray(axis.lines[-1].get_xdata())[0] == pytest.approx(float(table.overall_quantiles[k]))
+        right = [np.asarray(patch.get_path().vertices)[:, 0].max() for patch in axis.patches]
         np.testing.assert_allclose(right, table.class_quantiles[:, k], rtol=1e-6)
     with pytest.raises(ValueError, match=r"no image of the table's classes \[2\]"):
         relevance_boxes(relevance[LABELS < 2], LABELS[LABELS < 2], table)
@@ -61,6 +63,7 @@ def test_scatter_has_one_cloud_for_each_class() -> None:
     figure = relevance_scatter(RELEVANCE, LABELS, (3, 0, 1), {0: "tabby"})
     (axis,) = figure.axes
     assert [cloud.get_label() for cloud in axis.collections] == ["tabby", "1", "2"]
-    assert (axis.get_xlabel(), axis.get_ylabel(), axis.get_zlabel()) == ("R of S4", "R of S1", "R of S2")
+    labels = [getattr(axis, f"get_{d}label")() for d in "xyz"]
+    assert labels == ["R of S4", "R of S1", "R of S2"]
     with pytest.raises(ValueError, match="three numbers below K = 4"):
         relevance_scatter(RELEVANCE, LABELS, (0, 1, 4))

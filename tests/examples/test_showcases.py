@@ -31,7 +31,7 @@ def test_clever_hans_with_a_planted_watermark(tmp_path) -> None:
     assert all(0 <= area <= 1 for area in areas)
     assert min(areas[5:]) >= 0.5  # SpRAy's sign is chosen in its favour
     rows = re.findall(r"(original|without S\d|retrained at \d+%).* (0\.\d+|1\.0+)\n", printed)
-    assert len(rows) == 1 + 4 + 4
+    assert len(rows) == 1 + 4 + 1 + 4
     for name in ("roc", "maps", "confusion"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
 
