@@ -113,15 +113,16 @@ def detect(
     print(f"concept of the watermark, chosen on the learning images: S{concept + 1}")
     for k in range(scores.shape[1]):
         print(f"  S{k + 1}: AUROC {auroc(scores[:, k], labels):.3f}")
-    whole_maps = concepts.maps(others, concepts.gradient)
-    curves["whole map"] = roc_curve(rectified_relevance(whole_maps[:, None])[:, 0], labels)
-    print(f"  whole map: AUROC {curves['whole map'].auroc:.3f}")
-    spray = SpRAy(scores.shape[1], pool=pool, random_state=0).fit(concepts.maps(x, concepts.gradient))
-    for k, distance in enumerate(spray.distances(whole_maps).T):
-        # As in Note J.1, a cluster may stand for either kind: the better sign counts, to SpRAy's advantage.
-        sign = 1 if auroc(distance, labels) >= 0.5 else -1
-        curves[f"SpRAy {k + 1}{'' if sign > 0 else '*'}"] = roc_curve(sign * distance, labels)
-        print(f"  SpRAy cluster {k + 1}: AUROC {auroc(sign * distance, labels):.3f}")
+    if options.spray:
+        whole_maps = concepts.maps(others, concepts.gradient)
+        curves["whole map"] = roc_curve(rectified_relevance(whole_maps[:, None])[:, 0], labels)
+        print(f"  whole map: AUROC {curves['whole map'].auroc:.3f}")
+        spray = SpRAy(scores.shape[1], pool=pool, random_state=0).fit(concepts.maps(x, concepts.gradient))
+        for k, distance in enumerate(spray.distances(whole_maps).T):
+            # As in Note J.1 a cluster may stand for either kind: the better sign counts.
+            sign = 1 if auroc(distance, labels) >= 0.5 else -1
+            curves[f"SpRAy {k + 1}{'' if sign > 0 else '*'}"] = roc_curve(sign * distance, labels)
+            print(f"  SpRAy cluster {k + 1}: AUROC {auroc(sign * distance, labels):.3f}")
     roc_curves(curves, "which images carry the watermark?").savefig(options.out / "roc.png", dpi=110)
     return concept
 
@@ -225,7 +226,8 @@ def lite0(options: argparse.Namespace) -> None:
         before = torch.cat([model(batch) for batch in both.split(16)])
     print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
     concept = detect(concepts, y, learned_marked, both, marked, options, pool=8)
-    shown = both[[len(x) + int(concepts.totals(both)[len(x) :, concept].argmax())]]
+    without, with_watermark = concepts.totals(both)[:, concept].chunk(2)
+    shown = both[[len(x) + int((with_watermark - without).argmax())]]  # where the watermark says most
     concepts.draw((shown[0] * 128 + 127) / 255, shown, options.out / "maps.png", pool=4)
 
     print("median rank of carton, its mean logit, and top-1 accuracy")
@@ -261,6 +263,12 @@ def main() -> None:
         choices=["layer", "input"],
         default="layer",
         help="rectify the relevance R_k of a concept, or its pixels as in Note J.1, which needs all maps",
+    )
+    parser.add_argument(
+        "--no-spray",
+        dest="spray",
+        action="store_false",
+        help="leave out SpRAy, whose maps take most of the time",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     group = parser.add_argument_group("small")
