@@ -74,8 +74,9 @@ class Concepts:
 
     def draw(self, photo: Tensor, x: Tensor, file: Path, pool: int = 1) -> None:
         """The maps of one image (1, 3, H, W) and what they leave over."""
-        attributor = DisentangledAttributor(self.gradient, self.layer, self.subspaces, residual=True)
-        names = [*self.subspaces.names, "residual"]
+        rest = not self.subspaces.is_complete
+        attributor = DisentangledAttributor(self.gradient, self.layer, self.subspaces, residual=rest)
+        names = [*self.subspaces.names, *(["residual"] if rest else [])]
         concept_maps(photo, self.maps(x, attributor)[0], names, pool=pool).savefig(file, dpi=80)
 
     def maps(self, x: Tensor, attributor: Attributor | None = None) -> Tensor:
@@ -227,7 +228,8 @@ def lite0(options: argparse.Namespace) -> None:
     print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
     concept = detect(concepts, y, learned_marked, both, marked, options, pool=8)
     without, with_watermark = concepts.totals(both)[:, concept].chunk(2)
-    shown = both[[len(x) + int((with_watermark - without).argmax())]]  # where the watermark says most
+    most = int((with_watermark - without).argmax())  # where the watermark says most
+    shown = both[[len(x) + (most if options.show is None else options.show)]]
     concepts.draw((shown[0] * 128 + 127) / 255, shown, options.out / "maps.png", pool=4)
 
     print("median rank of carton, its mean logit, and top-1 accuracy")
@@ -280,6 +282,7 @@ def main() -> None:
     group.add_argument("--learn", type=Path, help="photographs to learn from (default: scikit-image's)")
     group.add_argument("--crops", type=int, default=80, help="crops to learn from (default: %(default)s)")
     group.add_argument("--limit", type=int, help="use so many photographs to test on")
+    group.add_argument("--show", type=int, help="number of the photograph to draw (default: chosen)")
     group.add_argument("--layer", default="blocks.6", help="layer to split (default: %(default)s)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
