@@ -149,8 +149,6 @@ def small(options: argparse.Namespace) -> None:
     boxes = other_labels == planted.BOX
     others = others[boxes]
     concept = detect(concepts, x, marked[box][:300], others - 0.5, other_marked[boxes], options, pool=4)
-    shown = others[[int(concepts.totals(others - 0.5)[:, concept].argmax())]]
-    concepts.draw(shown[0], shown - 0.5, options.out / "maps.png")
 
     # Mitigate: accuracy on clean and poisoned data, with each concept taken out, and with a new last layer.
     usual = mean_relevance(concepts.relevance, x.split(64), planted.BOX, progress=False)
@@ -166,20 +164,20 @@ def small(options: argparse.Namespace) -> None:
         models[f"last layer retrained at {rate:.0%}"] = retrained(model, options.train, rate, seed)
     images, labels, _ = planted.shapes(options.test, 1000 * seed + 2)
     generator = torch.Generator().manual_seed(seed)
-    data = {
-        rate: poison(
-            images, labels, [lambda image: planted.add_watermark(image, generator)], rate, planted.BOX, seed
-        )[0]
-        for rate in (0.0, 0.25, 0.5)
-    }
+    marks = [lambda image: planted.add_watermark(image, generator)]
+    data = {rate: poison(images, labels, marks, rate, planted.BOX, seed)[0] for rate in (0.0, 0.25, 0.5)}
+    # What makes a box of another shape?
+    shapes, poisoned = poison(images, labels, marks, 1.0, planted.BOX, seed)
+    shown = shapes[poisoned][[int(concepts.totals(shapes[poisoned] - 0.5)[:, concept].argmax())]]
+    concepts.draw(shown[0], shown - 0.5, options.out / "maps.png")
     print(f"accuracy on {len(labels)} test images      clean  25 % poisoned  50 % poisoned")
     matrices = {}
     n_classes = len(planted.NAMES)
     for name, candidate in models.items():
         accuracies = []
-        for rate, poisoned in data.items():
+        for rate, candidates in data.items():
             with torch.no_grad():
-                predicted = torch.cat([candidate(batch).argmax(1) for batch in (poisoned - 0.5).split(100)])
+                predicted = torch.cat([candidate(batch).argmax(1) for batch in (candidates - 0.5).split(100)])
             matrix = confusion_matrix(labels, predicted, n_classes)
             accuracies.append(float(matrix.diagonal().sum() / matrix.sum()))
             if rate in (0.0, 0.25) and (name == "original" or "watermark" in name):

