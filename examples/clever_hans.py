@@ -180,11 +180,14 @@ def small(options: argparse.Namespace) -> None:
                 predicted = torch.cat([candidate(batch).argmax(1) for batch in (candidates - 0.5).split(100)])
             matrix = confusion_matrix(labels, predicted, n_classes)
             accuracies.append(float(matrix.diagonal().sum() / matrix.sum()))
-            if rate in (0.0, 0.25) and (name == "original" or "watermark" in name):
+            if name == "original" or "watermark" in name:
                 short = "original" if name == "original" else f"without S{concept + 1}"
-                matrices[f"{short}, {'clean' if not rate else '25 % poisoned'}"] = matrix
+                matrices[rate, f"{short}, {f'{rate:.0%} poisoned' if rate else 'clean'}"] = matrix
         print(f"  {name:<32} {accuracies[0]:6.3f} {accuracies[1]:10.3f} {accuracies[2]:14.3f}")
-    confusion_matrices(matrices, planted.NAMES).savefig(options.out / "confusion.png", dpi=110)
+    for rate in (0.25, 0.5):
+        shown_matrices = {title: matrix for (r, title), matrix in matrices.items() if r in (0.0, rate)}
+        figure = confusion_matrices(shown_matrices, planted.NAMES)
+        figure.savefig(options.out / f"confusion_{rate:.0%}.png".replace("%", ""), dpi=110)
 
 
 def retrained(model: nn.Module, n_images: int, rate: float, seed: int) -> nn.Module:

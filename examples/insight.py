@@ -128,6 +128,8 @@ def main() -> None:
             f"{name}: "
             + (", ".join(f"S{k + 1}" for k in table.concepts_of(label)) or "no concept of its own")
         )
+    if not table.shared:
+        print("no concept is shared")
     for k in table.shared:
         print(f"S{k + 1} is shared by " + " and ".join(names[label] for label in table.classes_of(k)))
 

