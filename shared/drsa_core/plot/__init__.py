@@ -3,5 +3,14 @@
 from .bars import relevance_bars
 from .grid import concept_grid
 from .maps import concept_maps
+from .showcases import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
 
-__all__ = ["concept_grid", "concept_maps", "relevance_bars"]
+__all__ = [
+    "concept_grid",
+    "concept_maps",
+    "confusion_matrices",
+    "relevance_bars",
+    "relevance_boxes",
+    "relevance_scatter",
+    "roc_curves",
+]

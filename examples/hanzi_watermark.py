@@ -1,0 +1,115 @@
+"""The Hanzi watermark of ImageNet's cartons (package `imagenet-w`) on photographs from packages or folders.
+
+Prints the rank that EfficientNet-Lite0 gives to class 478, carton, without and with the watermark.
+
+    python examples/hanzi_watermark.py --figure hanzi_watermark.png [--images FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import skimage.data
+import torch
+from drsa_core.cleverhans import ranks
+from efficientnet_lite0 import load_model, load_photo
+from torch import Tensor
+
+CARTON = 478
+SUFFIXES = {".jpg", ".jpeg", ".png"}
+
+
+def photos_in(folder: Path) -> list[Path]:
+    """Photographs in a folder and the folders in it."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    if not files:
+        raise SystemExit(f"no photographs (.jpg, .jpeg, .png) in {folder}")
+    return files
+
+
+def labelled_photos(folder: Path | None = None, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Photographs (N, 3, 224, 224) and ImageNet classes (N,): of a folder, or the 20 that foolbox carries.
+
+    The class is the number with which the name of the file or of its folder begins; −1 if there is none.
+    """
+    if folder is None:
+        spec = find_spec("foolbox")
+        if spec is None or spec.origin is None:
+            raise SystemExit("foolbox is not installed; give photographs with --images FOLDER")
+        files = sorted((Path(spec.origin).parent / "data").glob("imagenet_*.jpg"))[:limit]
+        labels = [int(file.stem.split("_")[-1]) for file in files]
+    else:
+        files = photos_in(folder)[:limit]
+        begins = [re.match(r"\d{3}_", f.name) or re.match(r"\d{3}_", f.parent.name) for f in files]
+        labels = [-1 if begin is None else int(begin[0][:3]) for begin in begins]
+    return torch.stack([load_photo(file) for file in files]), torch.tensor(labels)
+
+
+def photos_to_learn_from(folder: Path | None = None) -> list[Tensor]:
+    """Photographs (1, 3, H, W) of a folder, or scikit-image's own, as the network expects them."""
+    if folder is not None:
+        return [load_photo(file, 256)[None] for file in photos_in(folder)]
+    data = skimage.data
+    arrays = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), *data.stereo_motorcycle()[:2]]
+    arrays += [np.stack([grey] * 3, 2) for grey in (data.camera(), data.brick(), data.grass(), data.gravel())]
+    return [(torch.from_numpy(np.array(a)).permute(2, 0, 1)[None].float() - 127) / 128 for a in arrays]
+
+
+def crops(photos: list[Tensor], n_crops: int, seed: int) -> Tensor:
+    """Random square crops of the photographs in turn, half of them mirrored, shape (n_crops, 3, 224, 224)."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for n in range(n_crops):
+        photo = photos[n % len(photos)]
+        height, width = photo.shape[-2:]
+        size = int(min(height, width) * (0.5 + 0.5 * torch.rand((), generator=generator)))
+        top = int(torch.randint(height - size + 1, (), generator=generator))
+        left = int(torch.randint(width - size + 1, (), generator=generator))
+        crop = photo[..., top : top + size, left : left + size]
+        crop = crop if torch.rand((), generator=generator) < 0.5 else crop.flip(-1)
+        found.append(torch.nn.functional.interpolate(crop, (224, 224), mode="bilinear", antialias=True))
+    return torch.cat(found)
+
+
+def add_hanzi(x: Tensor) -> Tensor:
+    """The Hanzi watermark, half transparent, over the middle of images (N, 3, 224, 224)."""
+    from imagenet_w import AddWatermark
+
+    add = AddWatermark(224)
+    marked = torch.stack([add(image) for image in ((x * 128 + 127) / 255).clamp(0, 1)])
+    return (marked * 255 - 127) / 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=Path, help="photographs (default: foolbox's)")
+    parser.add_argument("--limit", type=int, help="use so many photographs")
+    parser.add_argument("--figure", type=Path, help="where to draw a photograph without and with watermark")
+    options = parser.parse_args()
+    model = load_model()
+    x, labels = labelled_photos(options.images, options.limit)
+    for name, images in (("clean", x), ("watermarked", add_hanzi(x))):
+        with torch.no_grad():
+            output = torch.cat([model(batch) for batch in images.split(16)])
+        right = float((output.argmax(1) == labels)[labels >= 0].float().mean())
+        rank = int(ranks(output, CARTON).median())
+        print(f"{name:<12} median rank of carton {rank}, top-1 {right:.3f} on {int((labels >= 0).sum())}")
+    if options.figure:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 2.6), layout="constrained")
+        for axis, image in zip(figure.subplots(1, 2), (x[0], add_hanzi(x[:1])[0]), strict=True):
+            axis.imshow(((image * 128 + 127) / 255).clamp(0, 1).movedim(0, -1).numpy())
+            axis.set_axis_off()
+        figure.savefig(options.figure, dpi=110)
+        print(f"wrote {options.figure}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Insight: which visual concepts tell related classes apart, and which do they share? (section 6.2)
+
+Photographs of several classes teach EfficientNet-Lite0's concepts; each class is matched with the concepts
+that are specific to it. A folder holds one folder for each class, whose name begins with the class's ImageNet
+index (`281_tabby`), or `train` and `val` with such folders. Without a folder, crops of foolbox's photographs
+of animals stand in for classes: enough to see how it works, not to learn about animals.
+
+    python examples/insight.py --images FOLDER --out insight
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from drsa_core import DRSA
+from drsa_core.matching import ClassConceptTable, match_concepts
+from drsa_core.plot import concept_maps, relevance_boxes, relevance_scatter
+from efficientnet_lite0 import composite_for, load_model, load_photo
+from hanzi_watermark import crops, labelled_photos, photos_in
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from zennit.attribution import Gradient
+
+from zennit_drsa import DisentangledAttributor, collect
+
+ANIMALS = {243: "bull mastiff", 251: "dalmatian", 22: "bald eagle", 99: "goose", 305: "dung beetle"}
+
+
+def load_classes(folder: Path, limit: int | None) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """Photographs (N, 3, 224, 224), their classes (N,), and the names of the classes."""
+    images, labels, names = [], [], {}
+    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+        match = re.fullmatch(r"(\d+)_(.+)", class_folder.name)
+        if match is None:
+            raise SystemExit(f"{class_folder} must be named by index and name of its class, as in 281_tabby")
+        names[int(match[1])] = match[2].replace("_", " ")
+        for file in photos_in(class_folder)[:limit]:
+            images.append(load_photo(file))
+            labels.append(int(match[1]))
+    if len(names) < 2:
+        raise SystemExit(f"{folder} must hold at least two folders of photographs, one for each class")
+    return torch.stack(images), torch.tensor(labels), names
+
+
+def animals(n_crops: int, seed: int) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """Random crops of foolbox's photographs of animals, each photograph being its class."""
+    photos, labels = labelled_photos()
+    chosen = [n for n, label in enumerate(labels.tolist()) if label in ANIMALS]
+    images = [crops([photos[n : n + 1]], n_crops, seed + n) for n in chosen]
+    return torch.cat(images), labels[chosen].repeat_interleave(n_crops), ANIMALS
+
+
+def data(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, str]]:
+    """Images and labels to learn from, images and labels to look at, names of the classes."""
+    if options.images is None:
+        x, labels, names = animals(options.limit or 20, options.seed)
+        other, other_labels, _ = animals(options.limit or 20, options.seed + 1000)
+        return x, labels, other, other_labels, names
+    if (options.images / "train").is_dir() and (options.images / "val").is_dir():
+        x, labels, names = load_classes(options.images / "train", options.limit)
+        other, other_labels, _ = load_classes(options.images / "val", options.limit)
+        return x, labels, other, other_labels, names
+    x, labels, names = load_classes(options.images, options.limit)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(options.seed))
+    one, two = order[::2], order[1::2]
+    return x[one], labels[one], x[two], labels[two], names
+
+
+def three_axes(table: ClassConceptTable) -> tuple[int, int, int]:
+    """Three concepts to draw: shared ones first, then by how far they surpass the other classes."""
+    margin = ((table.class_quantiles - table.overall_quantiles) / table.overall_quantiles.abs()).amax(0)
+    n_classes = table.specific.sum(0)
+    first, second, third = sorted(range(len(margin)), key=lambda k: (-int(n_classes[k]), -float(margin[k])))[
+        :3
+    ]
+    return first, second, third
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=Path, help="folder of classes (default: crops of foolbox's animals)")
+    parser.add_argument("--limit", type=int, help="use so many images of each class")
+    parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
+    parser.add_argument("--concepts", type=int, default=8, help="number of concepts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("insight"), help="folder for the figures")
+    options = parser.parse_args()
+    if options.concepts < 3:
+        parser.error("--concepts must be at least 3, for the axes of the scatter plot")
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    model = load_model()
+    x, labels, other, other_labels, names = data(options)
+    print(f"{len(names)} classes, {len(x)} images to learn from, {len(other)} to look at")
+
+    # Learn the concepts of all classes together, each image being explained for its own class.
+    composite = composite_for(x[:1])
+    batches = list(zip(x.split(16), labels.split(16), strict=True))
+    a, c = collect(
+        model, composite, options.layer, batches, lambda batch: batch[1], random_state=options.seed
+    )
+    subspaces = DRSA(options.concepts, random_state=options.seed, progress=True).fit(a, c).subspaces_
+    attributor = DisentangledAttributor(Gradient(model, composite), options.layer, subspaces)
+
+    def own_class(classes: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda y: y.detach() * nn.functional.one_hot(classes, y.shape[1])
+
+    parts = zip(other.split(16), other_labels.split(16), strict=True)
+    relevance = torch.cat(
+        [
+            attributor.concept_relevance(part, own_class(classes))
+            for part, classes in tqdm(list(parts), desc="relevance", unit="batch")
+        ]
+    )
+    table = match_concepts(relevance, other_labels)
+    class_names = [names[label] for label in table.classes]
+    print(f"Q{table.alpha:g} of each class; * where it is above Q{table.beta:g} of all:")
+    print(table.to_text(class_names))
+    for label, name in zip(table.classes, class_names, strict=True):
+        print(
+            f"{name}: "
+            + (", ".join(f"S{k + 1}" for k in table.concepts_of(label)) or "no concept of its own")
+        )
+    if not table.shared:
+        print("no concept is shared")
+    for k in table.shared:
+        print(f"S{k + 1} is shared by " + " and ".join(names[label] for label in table.classes_of(k)))
+
+    relevance_boxes(relevance, other_labels, table, class_names).savefig(options.out / "boxes.png", dpi=110)
+    figure = relevance_scatter(relevance, other_labels, three_axes(table), names)
+    figure.savefig(options.out / "scatter.png", dpi=110)
+    for label, n in table.prototypes(relevance, other_labels).items():
+        _, maps = attributor(other[n : n + 1], own_class(other_labels[n : n + 1]))
+        own = table.concepts_of(label)
+        titles = [f"{name} *" if k in own else name for k, name in enumerate(subspaces.names)]
+        figure = concept_maps((other[n] * 128 + 127) / 255, maps[0], titles, pool=4)
+        figure.savefig(options.out / f"prototype_{names[label].replace(' ', '_')}.png", dpi=70)
+        print(f"prototype of {names[label]}: image {n}")
+    print(f"wrote figures to {options.out} after {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

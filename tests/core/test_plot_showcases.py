@@ -1,0 +1,69 @@
+"""Figures of showcases 1 and 2: what is drawn, not how it looks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from drsa_core.detection import roc_curve
+from drsa_core.matching import match_concepts
+
+pytest.importorskip("matplotlib")
+
+from drsa_core.plot import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
+
+LABELS = torch.tensor([0, 1, 2]).repeat(10)
+RELEVANCE = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_roc_curves_are_drawn_with_their_area() -> None:
+    curve = roc_curve(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([1, 0, 1, 0]))
+    (axis,) = roc_curves({"S1": curve, "SpRAy": curve}).axes
+    legend = axis.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "chance (0.500)",
+        "S1 (0.875)",
+        "SpRAy (0.875)",
+    ]
+    np.testing.assert_array_equal(axis.lines[1].get_xdata(), curve.false_positive_rate)
+    with pytest.raises(ValueError, match="at least one RocCurve"):
+        roc_curves({})
+
+
+def test_confusion_matrices_show_counts_and_accuracy() -> None:
+    matrix = torch.tensor([[3, 1], [0, 4]])
+    figure = confusion_matrices({"original": matrix, "refined": matrix.T}, ["box", "disc"])
+    assert [axis.get_title() for axis in figure.axes] == [
+        "original\naccuracy 0.875",
+        "refined\naccuracy 0.875",
+    ]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["3", "1", "0", "4"]
+    with pytest.raises(ValueError, match="square and of one size"):
+        confusion_matrices({"a": matrix, "b": torch.zeros(3, 3)})
+
+
+def test_boxes_mark_specific_concepts() -> None:
+    relevance = RELEVANCE.clone()
+    relevance[LABELS == 1, 2] += 10
+    table = match_concepts(relevance, LABELS, 0.75, 0.85)
+    figure = relevance_boxes(relevance, LABELS, table, ["a", "b", "c"])
+    assert len(figure.axes) == 4
+    for k, axis in enumerate(figure.axes):
+        red = [patch.get_facecolor()[0] > patch.get_facecolor()[1] for patch in axis.patches]
+        assert red == table.specific[:, k].tolist()
+        assert np.asarray(axis.lines[-1].get_xdata())[0] == pytest.approx(float(table.overall_quantiles[k]))
+        right = [np.asarray(patch.get_path().vertices)[:, 0].max() for patch in axis.patches]
+        np.testing.assert_allclose(right, table.class_quantiles[:, k], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"no image of the table's classes \[2\]"):
+        relevance_boxes(relevance[LABELS < 2], LABELS[LABELS < 2], table)
+
+
+def test_scatter_has_one_cloud_for_each_class() -> None:
+    figure = relevance_scatter(RELEVANCE, LABELS, (3, 0, 1), {0: "tabby"})
+    (axis,) = figure.axes
+    assert [cloud.get_label() for cloud in axis.collections] == ["tabby", "1", "2"]
+    labels = [getattr(axis, f"get_{d}label")() for d in "xyz"]
+    assert labels == ["R of S4", "R of S1", "R of S2"]
+    with pytest.raises(ValueError, match="three numbers below K = 4"):
+        relevance_scatter(RELEVANCE, LABELS, (0, 1, 4))
