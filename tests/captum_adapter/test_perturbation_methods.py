@@ -133,15 +133,11 @@ def test_contexts_of_maps_that_cancel_are_warned_about() -> None:
 
     handle = model.get_submodule("features.3").register_forward_hook(centre)
     with pytest.warns(UserWarning, match=r"100% of the relevance at layer 'features.3'"):
-        DisentangledAttribution(ShapleyValueSampling(model), "features.3", subspaces(8), context).context(
-            x, 3
-        )
+        DisentangledAttribution(method, "features.3", subspaces(8), context).context(x, 3)
     handle.remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        DisentangledAttribution(ShapleyValueSampling(model), "features.4", subspaces(8), context).context(
-            x, 3
-        )
+        DisentangledAttribution(method, "features.4", subspaces(8), context).context(x, 3)
 
 
 MASK = patch_mask(images(), 4)
