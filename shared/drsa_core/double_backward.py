@@ -1,9 +1,9 @@
 """Derivatives of maps: convolutions whose second derivative is as cheap as their first.
 
-A map that is computed by a backward pass is itself a function of the input, and has a gradient by a second backward
-pass. There torch also computes what the weights would get, group by group, wanted or not: for depthwise convolutions
-this takes nearly all of the time. With weights held constant, the backward pass of a convolution is a linear
-map, whose own backward pass is the convolution again.
+A map that is computed by a backward pass is itself a function of the input, and has a gradient by a second
+backward pass. There torch also computes what the weights would get, group by group, wanted or not: for
+depthwise convolutions this takes nearly all of the time. With weights held constant, the backward pass of a
+convolution is a linear map, whose own backward pass is the convolution again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input
 
 from .canonical import ModuleEdits
 
@@ -40,7 +41,7 @@ class Spread(torch.autograd.Function):
     def forward(ctx: Any, gradient: Tensor, weight: Tensor, shape: Any, *geometry: Any) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.geometry = geometry
-        return nn.grad.conv2d_input(shape, weight, gradient, *geometry)
+        return conv2d_input(shape, weight, gradient, *geometry)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -52,9 +53,9 @@ class Spread(torch.autograd.Function):
 def constant_weights(model: nn.Module) -> Iterator[None]:
     """While entered, 2-D convolutions of the model treat their weights as constants.
 
-    Outputs and gradients for the input stay what they are. Parameters get no gradient from convolutions. Other
-    layers, and convolutions that pad by anything but zeros, are left as they are. Enter it before a composite is
-    registered: rules that run a layer with modified weights then take part.
+    Outputs and gradients for the input stay what they are. Parameters get no gradient from convolutions.
+    Other layers, and convolutions that pad by anything but zeros, are left as they are. Enter it before a
+    composite is registered: rules that run a layer with modified weights then take part.
     """
     edits = ModuleEdits()
     try:

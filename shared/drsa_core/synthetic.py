@@ -1,9 +1,9 @@
 """A test bed with known concepts: scenes with planted patterns, and how well maps find them.
 
 The paper has no ground truth for its concepts. Here it is planted: an image shows `n_shown` of M patterns at
-random places, its class is the set of patterns shown, and the mask of each pattern is kept. Classes overlap (with
-the default, 15 classes are the 4-subsets of 6 patterns), so that a network has to tell the patterns apart, and
-the concepts of a class are its patterns.
+random places, its class is the set of patterns shown, and the mask of each pattern is kept. Classes overlap
+(with the default, 15 classes are the 4-subsets of 6 patterns), so that a network has to tell the patterns
+apart, and the concepts of a class are its patterns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .validation import check_finite, check_positive_int
 
-#: Six shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none can be
-#: told by its mean brightness alone.
+#: Six shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
+#: can be told by its mean brightness alone.
 PATTERN_SIZE = 9
 PATTERN_NAMES = ("ring", "cross", "checks", "rows", "columns", "corner")
 
@@ -93,7 +93,7 @@ class PlantedConcepts:
         self,
         strengths: Sequence[float] = (1.0,) * 6,
         n_shown: int = 4,
-        size: int = 48,
+        size: int = 36,
         noise: float = 0.2,
     ) -> None:
         if len(strengths) != len(PATTERN_NAMES) or not all(0 < s <= 1 for s in strengths):
@@ -154,8 +154,8 @@ class Matching:
     score : float
         Mean of `inside` over the concepts with their assigned maps; a concept without a map counts 0.
     covered : int
-        Number of different concepts that are the strongest one of some map. Fewer than M with K ≥ M: maps share a
-        concept.
+        Number of different concepts that are the strongest one of some map. Fewer than M with K ≥ M: maps
+        share a concept.
     """
 
     inside: Tensor
@@ -183,11 +183,13 @@ def match_concepts(maps: Tensor, masks: Tensor) -> Matching:
         maps = maps.sum(2)
     if maps.ndim != 4 or masks.ndim != 4 or (len(maps), *maps.shape[2:]) != (len(masks), *masks.shape[2:]):
         raise ValueError(
-            "maps must have shape (N, K, H, W) or (N, K, C, H, W), and masks (N, M, H, W), of the same images; "
-            f"got {tuple(maps.shape)} and {tuple(masks.shape)}"
+            "maps must have shape (N, K, H, W) or (N, K, C, H, W), and masks (N, M, H, W), of the same "
+            f"images; got {tuple(maps.shape)} and {tuple(masks.shape)}"
         )
     if masks.dtype != torch.bool or not masks.flatten(2).any(2).all():
-        raise ValueError("masks must be boolean, and no mask of an image may be empty: select the shown concepts")
+        raise ValueError(
+            "masks must be boolean, and no mask of an image may be empty: select the shown concepts"
+        )
     check_finite(maps, "maps")
     positive = maps.detach().clamp(min=0).flatten(2).double()
     within = torch.einsum("nkp,nmp->nkm", positive, masks.to(positive).flatten(2))
