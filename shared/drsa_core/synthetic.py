@@ -31,7 +31,7 @@ def patterns() -> Tensor:
     radius = ((y - centre) ** 2 + (x - centre) ** 2).sqrt()
     ring = torch.where((radius > 2.3) & (radius < 4.3), 1.0, -1.0)
     cross = torch.where(((y - x).abs() <= 1) | ((y + x - 2 * centre).abs() <= 1), 1.0, -1.0)
-    checks = torch.where((y // 3 + x // 3) % 2 == 0, 1.0, -1.0)
+    checks = torch.where(((y + 1) // 2 + (x + 1) // 2) % 2 == 0, 1.0, -1.0)
     rows = torch.where(y % 4 < 2, 1.0, -1.0)
     columns = torch.where(x % 4 < 2, 1.0, -1.0)
     corner = torch.where(x + y < PATTERN_SIZE - 1, 1.0, -1.0)

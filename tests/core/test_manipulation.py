@@ -58,9 +58,10 @@ def test_softplus_by_hand(z: float) -> None:
     ):
         with SoftplusActivations(nn.Sequential(activation)) as activations:
             assert float(activation(value)) == float(type(activation)()(value))
+            # torch takes the identity for βz > 20, where it is off by less than exp(−20).
             for beta in (0.7, 3.0):
                 activations.beta = beta
-                assert float(activation(value)) == pytest.approx(smooth(beta), abs=1e-12)
+                assert float(activation(value)) == pytest.approx(smooth(beta), abs=1e-8)
             activations.beta = 1000.0
             assert float(activation(value)) == pytest.approx(float(type(activation)()(value)), abs=1e-3)
 
