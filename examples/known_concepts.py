@@ -104,7 +104,7 @@ def methods(seed: int) -> dict[str, Method]:
     """What is compared: each gives four subspaces."""
     return {
         "DRSA": lambda p: DRSA(4, random_state=seed).fit(p.a, p.c).subspaces_,
-        "DRSA, balance 0.5": lambda p: DRSA(4, random_state=seed, balance=0.5).fit(p.a, p.c).subspaces_,
+        "DRSA, balance 1": lambda p: DRSA(4, random_state=seed, balance=1.0).fit(p.a, p.c).subspaces_,
         "DSA": lambda p: DSA(4, random_state=seed).fit(p.a).subspaces_,
         "PRCA 1–4": lambda p: lines(PRCA().fit(p.a, p.c).components_),
         "PCA 1–4": lambda p: lines(PCA().fit(p.a).components_),
