@@ -75,8 +75,8 @@ class DRSA:
         Show a progress bar.
     balance : float
         How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
-        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance. 0 is the paper's objective, in which positions count by the
-        square of their evidence. With 1 all count the same. See `level`.
+        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `level`. 0 is the paper's objective, in which positions
+        count by the square of their evidence; with 1 all count the same. See Notes.
     solver : {"quasi-newton", "paper"}
         "paper" is gradient ascent with step 1 and symmetric orthogonalisation, kept as the yardstick.
 
@@ -94,6 +94,13 @@ class DRSA:
         Whether the kept run met `tol` within `max_iter`.
     results_ : list of Result
         All runs; `results_[i].reason` says why it stopped.
+
+    Notes
+    -----
+    With very unequal evidence two subspaces may share the strongest concept while a weak one gets none, and
+    this is no failure of the solver. Let a strong concept have m = 1 and a weak one m = w. A subspace for each
+    gives 1 + √w in the mean for q = 0.5, two halves of the strong one 2√½: sharing pays for w < 0.17.
+    `balance` is the remedy; `examples/known_concepts.py --when` compares it with others.
 
     Examples
     --------

