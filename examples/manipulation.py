@@ -249,9 +249,10 @@ def main() -> None:
     print(f"mean total relevance: {float(totals[0].mean()):.3f} → {float(totals[1].mean()):.3f}")
     scores = [manipulation_score(maps, options.pool) for maps in (before, after)]
     for name, values in zip(("untouched", "manipulated"), scores, strict=True):
-        print(f"manipulation_score, {name}: {float(values.mean()):.3f} (up to {float(values.max()):.3f})")
-    above = (scores[1][:, None] > scores[0]).float() + 0.5 * (scores[1][:, None] == scores[0]).float()
-    print(f"AUROC of manipulation_score: {float(above.mean()):.2f}")
+        print(f"manipulation_score, {name}: {float(values.mean()):.2g} (up to {float(values.max()):.2g})")
+    if len(change) > 1:
+        above = (scores[1][:, None] > scores[0]).float() + 0.5 * (scores[1][:, None] == scores[0]).float()
+        print(f"AUROC of manipulation_score: {float(above.mean()):.2f}")
     known = torch.cat([case.maps(x, case.target, subspaces) for x in case.train[:64].split(8)])
     trusted = manipulation_score(known, options.pool)
     flagged = [int(is_suspicious(values, trusted).sum()) for values in scores]

@@ -35,7 +35,7 @@ def test_known_concepts(tmp_path) -> None:
 
 SMALL = {
     "lite0": ("--size", "64", "--crops", "2", "--count", "1", "--iterations", "2"),
-    "planted": ("--steps", "10", "--count", "2", "--iterations", "4"),
+    "planted": ("--steps", "60", "--count", "2", "--iterations", "4"),
 }
 
 
