@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .objective import Objective
-from .pairs import normalise
+from .pairs import level, normalise
 from .quasi_newton import quasi_newton
 from .solvers import Result, gradient_ascent
 from .subspaces import Subspaces
@@ -73,6 +73,10 @@ class DRSA:
         Seed of the starts; the same seed gives the same result.
     progress : bool
         Show a progress bar.
+    balance : float
+        How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
+        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `level`. 0 is the paper's objective, in which positions
+        count by the square of their evidence; with 1 all count the same. See Notes.
     solver : {"quasi-newton", "paper"}
         "paper" is gradient ascent with step 1 and symmetric orthogonalisation, kept as the yardstick.
 
@@ -91,6 +95,13 @@ class DRSA:
     results_ : list of Result
         All runs; `results_[i].reason` says why it stopped.
 
+    Notes
+    -----
+    With very unequal evidence two subspaces may share the strongest concept while a weak one gets none, and
+    this is no failure of the solver. Let a strong concept have m = 1 and a weak one m = w. With q = 0.5, a
+    subspace for each adds 1 + √w to the mean, two halves of the strong one 2√½: sharing pays for w < 0.17.
+    `balance` is the remedy; `examples/known_concepts.py --when` compares it with others.
+
     Examples
     --------
     >>> a, c = collect(model, composite, "features.22", loader, target=430)       # doctest: +SKIP
@@ -108,6 +119,7 @@ class DRSA:
         random_state: int | None = None,
         progress: bool = False,
         solver: str = "quasi-newton",
+        balance: float = 0.0,
     ) -> None:
         self.n_subspaces = n_subspaces
         self.dims = dims
@@ -118,6 +130,7 @@ class DRSA:
         self.random_state = random_state
         self.progress = progress
         self.solver = solver
+        self.balance = balance
 
     def fit(self, a: ArrayLike, c: ArrayLike, init: ArrayLike | None = None) -> Self:
         """Fit from activations and contexts of shape (N, D).
@@ -137,7 +150,8 @@ class DRSA:
         max_iter = max_iter if self.max_iter is None else self.max_iter
         tol = tol if self.tol is None else self.tol
 
-        objective = Objective(normalise(a), normalise(c), dims, self.q)
+        levelled_a, levelled_c = level(a, c, self.balance)
+        objective = Objective(normalise(levelled_a), normalise(levelled_c), dims, self.q)
         generator = np.random.default_rng(self.random_state)
         if init is not None:
             starts = [_check_start(init, n_features).to(a)]
@@ -181,6 +195,7 @@ class DRSA:
             "name": type(self).__name__,
             "solver": self.solver,
             "q": self.q,
+            "balance": self.balance,
             "objective": self.objective_,
             "n_iter": self.n_iter_,
             "converged": self.converged_,
@@ -193,6 +208,8 @@ class DRSA:
             raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {self.solver!r}")
         if not math.isfinite(self.q):
             raise ValueError(f"q must be a finite number, got {self.q!r}")
+        if not 0 <= self.balance <= 1:
+            raise ValueError(f"balance must be between 0 and 1, got {self.balance!r}")
         check_positive_int(self.n_init, "n_init")
         if self.max_iter is not None:
             check_positive_int(self.max_iter, "max_iter")

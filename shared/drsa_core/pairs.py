@@ -142,3 +142,16 @@ def normalise(vectors: ArrayLike) -> Tensor:
     if root_mean_square == 0:
         raise ValueError("cannot normalise vectors that are all zero")
     return tensor / (root_mean_square * tensor.shape[1] ** 0.25).to(tensor.dtype)
+
+
+def level(a: Tensor, c: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
+    """Scale each pair so that its relevance, in every subspace, is divided by (‖a_n‖ ‖c_n‖)^exponent.
+
+    Both vectors get the same share of the factor, and pairs of zero length stay zero. With exponent 1 the
+    relevance in the whole space is the cosine between a_n and c_n.
+    """
+    if exponent == 0:
+        return a, c
+    lengths = a.norm(dim=1, keepdim=True) * c.norm(dim=1, keepdim=True)
+    factor = torch.where(lengths > 0, torch.where(lengths > 0, lengths, 1) ** (-exponent / 2), 0)
+    return a * factor, c * factor

@@ -2,6 +2,8 @@
 
 from .bars import relevance_bars
 from .grid import concept_grid
+from .known import known_concepts
+from .manipulated import manipulated_map
 from .maps import concept_maps
 from .showcases import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
 
@@ -9,6 +11,8 @@ __all__ = [
     "concept_grid",
     "concept_maps",
     "confusion_matrices",
+    "known_concepts",
+    "manipulated_map",
     "relevance_bars",
     "relevance_boxes",
     "relevance_scatter",

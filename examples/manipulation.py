@@ -1,0 +1,270 @@
+"""Manipulated explanations: an image whose LRP map turns into another one, and what PRCA still sees in it.
+
+Images of one class are perturbed, hardly visibly, until their LRP map resembles the map of another image
+while the output stays (section 6.3 and Note J.3 of the paper). PRCA then splits the manipulated map into the
+class's most relevant direction and the residual. Everything comes with packages. `--network lite0` is
+EfficientNet-Lite0 with real weights: crops of scikit-image's cat, target photographs from foolbox, or folders
+of your own; an iteration takes seconds. `--network planted` is the small network of `known_concepts.py`,
+trained on the spot: many images in a minute.
+
+    python examples/manipulation.py --network planted --count 16 --iterations 150 --lr 0.01
+    python examples/manipulation.py --figure manipulation.png
+    python examples/manipulation.py --train data/train/281_tabby --photos data/val/281_tabby --count 8
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import foolbox
+import known_concepts
+import torch
+from drsa_core import PRCA, Subspaces
+from drsa_core.double_backward import constant_weights
+from drsa_core.manipulation import (
+    Manipulation,
+    is_suspicious,
+    manipulate,
+    manipulation_score,
+    map_errors,
+)
+from drsa_core.plot import manipulated_map
+from drsa_core.synthetic import PlantedConcepts
+from efficientnet_lite0 import HIGH, LOW, composite_for, load_model, load_photo
+from quickstart import cat
+from torch import Tensor, nn
+from zennit.attribution import Gradient
+from zennit.core import Composite
+
+from zennit_drsa import DisentangledAttributor, collect
+
+
+class DifferentiableMap:
+    """A Zennit map as a function of the input with its true gradient, for any model and composite.
+
+    Two things matter. Relevance starts as the output itself, not as a constant, and rules keep the graph of
+    what they compute: the ratios by which a layer shares out relevance are differentiated as well. And the
+    rules replace gradients in every backward pass, so they are switched off as soon as the map is there:
+    the second pass is an ordinary one.
+    """
+
+    def __init__(self, model: nn.Module, composite: Composite, target: int) -> None:
+        self.model, self.composite, self.target = model, composite, target
+        self._constant = constant_weights(model)
+
+    def __enter__(self) -> Self:
+        self._constant.__enter__()
+        self.composite.register(self.model)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.composite.remove()
+        self._constant.__exit__(kind, error, trace)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (N, n_classes) and maps (N, H, W) of images (N, C, H, W) that require gradients."""
+        for hook in self.composite.hook_refs:
+            hook.active = True
+        output = self.model(x)
+        relevance = output * nn.functional.one_hot(torch.tensor(self.target), output.shape[1])
+        (result,) = torch.autograd.grad(output, x, relevance, create_graph=True)
+        for hook in self.composite.hook_refs:
+            hook.active = False
+        return output, result.sum(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network with images of one class, to learn from and to manipulate, and others for target maps."""
+
+    model: nn.Module
+    composite: Callable[[Tensor], Composite]
+    layer: str
+    target: int
+    train: Tensor
+    photos: Tensor
+    others: Tensor
+    bounds: tuple[float, float]
+
+    def picture(self, x: Tensor) -> Tensor:
+        """An image with values in [0, 1]."""
+        low, high = self.bounds
+        return (x - low) / (high - low)
+
+    def maps(self, x: Tensor, target: int, subspaces: Subspaces | None = None) -> Tensor:
+        """Maps (N, H, W) of an output, or (N, K, H, W) of its parts in K subspaces."""
+        gradient = Gradient(self.model, self.composite(x))
+
+        def relevance(output: Tensor) -> Tensor:
+            return output * nn.functional.one_hot(torch.tensor(target), output.shape[1])
+
+        if subspaces is None:
+            with gradient:
+                return gradient(x, relevance)[1].detach().sum(1)
+        with DisentangledAttributor(gradient, self.layer, subspaces) as attributor:
+            return attributor(x, relevance)[1].detach().sum(2)
+
+
+def pictures(folder: Path) -> list[Path]:
+    """Photographs in a folder, in order."""
+    return sorted(f for f in folder.iterdir() if f.suffix.lower() in {".jpg", ".jpeg", ".png"})
+
+
+def lite0(options: argparse.Namespace) -> Case:
+    """EfficientNet-Lite0 on photographs."""
+    model, size = load_model().requires_grad_(False), options.size
+    if options.train:
+        train = torch.stack([load_photo(file, size) for file in pictures(options.train)])
+        photos = torch.stack([load_photo(file, size) for file in pictures(options.photos)])
+    else:
+        resized = (nn.functional.interpolate(x, (size, size), mode="area") for x in cat(options.crops + 20))
+        whole, crops = resized  # the photograph itself, and other crops, are manipulated
+        train, photos = crops[: options.crops], torch.cat([whole, crops[options.crops :]])
+    with torch.no_grad():
+        target = int(model(train).argmax(1).mode().values)
+        photos = photos[model(photos).argmax(1) == target][: options.count]
+    if not len(photos):
+        raise SystemExit(f"none of the photographs is predicted as class {target}")
+    folder = options.targets or Path(foolbox.__file__).parent / "data"
+    files = [f for f in pictures(folder) if options.targets or f.name.startswith("imagenet")]
+    others = torch.stack([load_photo(file, size) for file in files[: len(photos)]])
+    layer = options.layer or "blocks.4"
+    return Case(model, composite_for, layer, target, train, photos, others, (LOW, HIGH))
+
+
+def planted(options: argparse.Namespace) -> Case:
+    """The network of planted concepts; targets are scenes of the class that shares the fewest patterns."""
+    task = PlantedConcepts()
+    model, accuracy = known_concepts.train(task, options.seed, "mean", options.steps)
+    print(f"accuracy of the network: {accuracy:.3f}")
+    generator = torch.Generator().manual_seed(1000 + options.seed)
+    train, photos = (task.sample(n, generator, label=0).images for n in (200, options.count))
+    others = task.sample(options.count, generator, label=len(task.classes) - 1).images
+    layer = options.layer or known_concepts.LAYER
+    return Case(model, lambda x: known_concepts.composite(), layer, 0, train, photos, others, (-1.0, 1.0))
+
+
+def summary(name: str, maps: Tensor, result: Manipulation) -> None:
+    """One row: errors relative to the mean square of the original map, and correlations."""
+    errors = map_errors(maps, result.original_map, result.target_map)
+    scale = result.original_map.square().mean((1, 2))
+    cells = []
+    for values in (errors.to_original / scale, errors.to_target / scale):
+        spread = float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
+        cells.append(f"{float(values.mean()):.2f} ± {spread:.2f}")
+    cells += [
+        f"{float(v.mean()):.2f}" for v in (errors.correlation_to_original, errors.correlation_to_target)
+    ]
+    print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--train", type=Path, help="photographs of one class, to learn PRCA from")
+    parser.add_argument("--photos", type=Path, help="photographs of that class, to manipulate")
+    parser.add_argument("--targets", type=Path, help="photographs whose maps are the targets")
+    parser.add_argument("--count", type=int, default=1, help="images to manipulate (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=40, help="steps (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.004, help="step size (default: %(default)s)")
+    parser.add_argument(
+        "--max-change", type=float, default=16 / 255, help="of a value in 0…1 (default: 16/255)"
+    )
+    parser.add_argument("--size", type=int, default=160, help="height and width (default: %(default)s)")
+    parser.add_argument("--layer", help="layer of PRCA (default: blocks.4, or stage3 of `planted`)")
+    parser.add_argument(
+        "--pool", type=int, default=8, help="pixels that the score averages (default: %(default)s)"
+    )
+    parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")
+    parser.add_argument("--figure", type=Path, default=Path("manipulation.png"), help="default: %(default)s")
+    parser.add_argument(
+        "--network", choices=["lite0", "planted"], default="lite0", help="default: %(default)s"
+    )
+    parser.add_argument("--steps", type=int, default=250, help="training of `planted` (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of `planted` (default: %(default)s)")
+    options = parser.parse_args()
+    if bool(options.train) != bool(options.photos):
+        parser.error("--train and --photos belong together")
+    case = lite0(options) if options.network == "lite0" else planted(options)
+    print(f"class {case.target}: {len(case.train)} images to learn from, {len(case.photos)} to manipulate")
+
+    pairs = collect(
+        case.model,
+        case.composite(case.train[:1]),
+        case.layer,
+        case.train.split(8),
+        case.target,
+        random_state=0,
+    )
+    results = []
+    # Networks for photographs one image at a time: a batch of second derivatives takes gigabytes.
+    at_once = 1 if options.network == "lite0" else 64
+    for x, other in zip(case.photos.split(at_once), case.others.split(at_once), strict=True):
+        with torch.no_grad():
+            label = int(case.model(other).argmax(1).mode().values)
+        goal = case.maps(other, label)
+        with DifferentiableMap(case.model, case.composite(x), case.target) as explain:
+            done = manipulate(
+                case.model,
+                explain,
+                x,
+                goal,
+                n_iter=options.iterations,
+                lr=options.lr,
+                bounds=case.bounds,
+                max_change=options.max_change * (case.bounds[1] - case.bounds[0]),
+            )
+        results.append(done)
+    result = Manipulation(
+        *(torch.cat([getattr(r, name) for r in results]) for name in Manipulation.__dataclass_fields__)
+    )
+
+    subspaces = PRCA(1).fit(pairs.a, pairs.c).subspaces_
+    before, after = (case.maps(x, case.target, subspaces) for x in (case.photos, result.image))
+    print("\n| map | error to original | to target | correlation to original | to target |")
+    print("|---|---|---|---|---|")
+    summary("untouched, whole", result.original_map, result)
+    summary("untouched, PRCA-1", before[:, 0], result)
+    summary("manipulated, whole", result.map, result)
+    summary("manipulated, PRCA-1", after[:, 0], result)
+    summary("manipulated, residual of PRCA-1", after[:, 1], result)
+    for d in (4, 16):
+        parts = case.maps(result.image, case.target, PRCA(d).fit(pairs.a, pairs.c).subspaces_)
+        summary(f"manipulated, PRCA-{d}", parts[:, 0], result)
+    print("(errors are relative to the mean square of the original map; ± one standard error)\n")
+
+    change = (result.image - case.photos).abs().amax((1, 2, 3)) / (case.bounds[1] - case.bounds[0])
+    probability = [o.softmax(1)[:, case.target].mean() for o in (result.original_output, result.output)]
+    totals = [m.sum((1, 2)) for m in (result.original_map, result.map)]
+    print(f"largest change of a pixel: {float(change.max()):.3f} of the range")
+    print(f"mean probability of the class: {float(probability[0]):.3f} → {float(probability[1]):.3f}")
+    print(f"mean total relevance: {float(totals[0].mean()):.3f} → {float(totals[1].mean()):.3f}")
+    scores = [manipulation_score(maps, options.pool) for maps in (before, after)]
+    for name, values in zip(("untouched", "manipulated"), scores, strict=True):
+        print(f"manipulation_score, {name}: {float(values.mean()):.2g} (up to {float(values.max()):.2g})")
+    if len(change) > 1:
+        above = (scores[1][:, None] > scores[0]).float() + 0.5 * (scores[1][:, None] == scores[0]).float()
+        print(f"AUROC of manipulation_score: {float(above.mean()):.2f}")
+    known = torch.cat([case.maps(x, case.target, subspaces) for x in case.train[:64].split(8)])
+    trusted = manipulation_score(known, options.pool)
+    flagged = [int(is_suspicious(values, trusted).sum()) for values in scores]
+    print(f"flagged of {len(change)}: {flagged[0]} untouched, {flagged[1]} manipulated images")
+
+    first, second, third = (case.picture(t[0]) for t in (case.photos, result.image, case.others))
+    figure = manipulated_map(
+        (first, second, third), result.target_map[0], before[0], after[0], max(1, options.pool // 2)
+    )
+    figure.savefig(options.figure, dpi=80)
+    print(f"wrote {options.figure}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Showcase 3: manipulated explanations, and what PRCA sees in them (section 6.3, Note J.3).
+
+An image is perturbed, hardly visibly, so that its map turns into a target map while the output of the network
+stays. The functions take any differentiable map as a callable, so that every attribution library can feed
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .canonical import ModuleEdits
+from .validation import check_finite, check_positive_int
+
+#: Images (N, C, H, W) to outputs (N, n_classes) and maps (N, H, W), both with their graph.
+Explain: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class SoftplusActivations:
+    """While entered, ReLU and ReLU6 of a model run as softplus: ReLU(z) ≈ log(1 + exp(βz)) / β (section 6.3).
+
+    The gradient of a ReLU network's map jumps; that of the smooth network leads somewhere. ReLU6 is the
+    difference of two of them, at 0 and at 6. Enter it before rules are registered. `beta` may be changed on
+    the way: the larger, the closer to the ReLU; None is the ReLU itself. The model comes back as it was.
+
+    Parameters
+    ----------
+    model : module
+        Its activations must be `nn.ReLU` or `nn.ReLU6` modules.
+    beta : float or None
+        Sharpness.
+    """
+
+    def __init__(self, model: nn.Module, beta: float | None = None) -> None:
+        self.model, self.beta = model, beta
+        self._edits = ModuleEdits()
+
+    def __enter__(self) -> Self:
+        found = False
+        try:
+            for module in self.model.modules():
+                if isinstance(module, nn.ReLU | nn.ReLU6):
+                    self._edits.attribute(module, "forward", self._forward(module))
+                    found = True
+        except BaseException:
+            self._edits.undo()
+            raise
+        if not found:
+            raise ValueError(
+                f"{type(self.model).__name__} has no nn.ReLU or nn.ReLU6 module to smooth; if it calls "
+                "torch.relu itself, write it with modules"
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._edits.undo()
+
+    def _forward(self, activation: nn.Module) -> Callable[[Tensor], Tensor]:
+        original, is_relu6 = activation.forward, isinstance(activation, nn.ReLU6)
+
+        def forward(z: Tensor) -> Tensor:
+            if self.beta is None:
+                # In-place activations would overwrite what the second derivative needs.
+                return original(z.clone()) if getattr(activation, "inplace", False) else original(z)
+            smooth = nn.functional.softplus(z, self.beta)
+            return smooth - nn.functional.softplus(z - 6, self.beta) if is_relu6 else smooth
+
+        return forward
+
+
+def preserve_relevance(target: Tensor, original: Tensor) -> Tensor:
+    """Target maps E_target · ΣE(x) / ΣE_target, whose totals are those of the original maps (Note J.3).
+
+    Parameters
+    ----------
+    target, original : tensor, shape (N, H, W)
+    """
+    _check_maps(target, "target", original, "original")
+    sums, wanted = target.sum((1, 2)), original.sum((1, 2))
+    ratio = wanted / torch.where(sums == 0, 1, sums)
+    bad = ((sums == 0) | (ratio <= 0)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"the target maps of images {bad} add up to zero, or to another sign than the original ones: no "
+            "factor gives them the same total. Take target maps of images that their class explains"
+        )
+    return target * ratio[:, None, None]
+
+
+@dataclass(frozen=True)
+class Manipulation:
+    """Perturbed images, and maps before and after; all of the network as it is, not of the smooth one.
+
+    Attributes
+    ----------
+    image : tensor, shape (N, C, H, W)
+        The perturbed images x̂.
+    original_map, target_map, map : tensor, shape (N, H, W)
+        Maps of x, target maps rescaled to their totals, and maps of x̂.
+    original_output, output : tensor, shape (N, n_classes)
+        Outputs for x and x̂.
+    history : tensor, shape (n_iter, 2)
+        ‖E − E_target‖² / ‖E_target‖² and ‖Δ softmax‖² of the smooth network, means over images.
+    """
+
+    image: Tensor
+    original_map: Tensor
+    target_map: Tensor
+    map: Tensor
+    original_output: Tensor
+    output: Tensor
+    history: Tensor
+
+
+def manipulate(
+    model: nn.Module,
+    explain: Explain,
+    x: Tensor,
+    target_map: Tensor,
+    *,
+    n_iter: int = 100,
+    lr: float = 0.01,
+    output_weight: float = 10.0,
+    betas: tuple[float, float] = (10.0, 100.0),
+    bounds: tuple[float, float] = (0.0, 1.0),
+    max_change: float | None = None,
+    progress: bool = True,
+) -> Manipulation:
+    """Perturb images so that their maps become target maps while the outputs stay (Note J.3).
+
+    Adam on ‖E(x′) − E_target‖² / ‖E_target‖² + λ ‖softmax f(x′) − softmax f(x)‖², from x′ = x. Division by
+    ‖E_target‖² does no more than set the scale of λ. The network is smoothed meanwhile, see
+    `SoftplusActivations`: β grows by a constant factor from iteration to iteration.
+
+    Parameters
+    ----------
+    model : module
+        The network that `explain` runs. Comes back as it was.
+    explain : callable
+        x (N, C, H, W) ↦ outputs (N, n_classes) and maps (N, H, W), with their graph. The gradient of the
+        map must be the true one: with Zennit, start from relevance that depends on the output, and
+        deactivate the rules for the second backward pass; see `examples/manipulation.py`.
+    x : tensor, shape (N, C, H, W)
+        Images as the network takes them.
+    target_map : tensor, shape (N, H, W)
+        Rescaled by `preserve_relevance` before use.
+    n_iter, lr : int, float
+        Steps, and step size in units of x.
+    output_weight : float
+        λ.
+    betas : tuple of two floats
+        β of the first and of the last iteration.
+    bounds : tuple of two floats
+        Lowest and highest value of an image.
+    max_change : float, optional
+        Largest change of any value of the image.
+    progress : bool
+        Show a progress bar.
+    """
+    check_positive_int(n_iter, "n_iter")
+    if not lr > 0 or not output_weight >= 0 or not 0 < betas[0] <= betas[1] or not bounds[0] < bounds[1]:
+        raise ValueError(
+            "lr must be above 0, output_weight at least 0, betas and bounds ascending, betas above 0; "
+            f"got {lr}, {output_weight}, {betas}, {bounds}"
+        )
+    if max_change is not None and not max_change > 0:
+        raise ValueError(f"max_change must be above 0, got {max_change}")
+    x = x.detach()
+    low, high = torch.full_like(x, bounds[0]), torch.full_like(x, bounds[1])
+    if (x < low).any() or (x > high).any():
+        raise ValueError(f"x must lie within bounds = {bounds}, got [{float(x.min())}, {float(x.max())}]")
+    if max_change is not None:
+        low, high = low.maximum(x - max_change), high.minimum(x + max_change)
+
+    with SoftplusActivations(model) as smooth:
+        original_output, original_map = _values(explain, x)
+        target = preserve_relevance(target_map.detach(), original_map)
+        scale = target.square().sum((1, 2)).clamp(min=torch.finfo(target.dtype).tiny)
+        wanted = original_output.softmax(1)
+        perturbed = x.clone().requires_grad_()
+        optimiser = torch.optim.Adam([perturbed], lr=lr)
+        history = []
+        for step in tqdm(range(n_iter), desc="manipulate", disable=not progress):
+            smooth.beta = betas[0] * (betas[1] / betas[0]) ** (step / max(1, n_iter - 1))
+            output, map = explain(perturbed)
+            map_error = (map - target).square().sum((1, 2)) / scale
+            output_error = (output.softmax(1) - wanted).square().sum(1)
+            loss = (map_error + output_weight * output_error).sum()
+            (perturbed.grad,) = torch.autograd.grad(loss, perturbed)
+            check_finite(perturbed.grad, "the gradient of the map")
+            optimiser.step()
+            with torch.no_grad():
+                perturbed.copy_(perturbed.maximum(low).minimum(high))
+            history.append([float(map_error.detach().mean()), float(output_error.detach().mean())])
+        smooth.beta = None
+        image = perturbed.detach()
+        output, map = _values(explain, image)
+    return Manipulation(image, original_map, target, map, original_output, output, torch.tensor(history))
+
+
+@dataclass(frozen=True)
+class MapErrors:
+    """Mean squared errors of maps, shapes (N,), and correlations over pixels, which ignore the scale."""
+
+    to_original: Tensor
+    to_target: Tensor
+    correlation_to_original: Tensor
+    correlation_to_target: Tensor
+
+
+def map_errors(maps: Tensor, original: Tensor, target: Tensor) -> MapErrors:
+    """How far maps (N, H, W) are from the original and from the (rescaled) target maps (section 6.3)."""
+    _check_maps(maps, "maps", original, "original")
+    _check_maps(maps, "maps", target, "target")
+
+    def correlation(other: Tensor) -> Tensor:
+        first, second = (m.flatten(1) - m.flatten(1).mean(1, keepdim=True) for m in (maps, other))
+        return nn.functional.cosine_similarity(first, second, dim=1)
+
+    return MapErrors(
+        (maps - original).square().mean((1, 2)),
+        (maps - target).square().mean((1, 2)),
+        correlation(original),
+        correlation(target),
+    )
+
+
+def manipulation_score(maps: Tensor, pool: int = 8) -> Tensor:
+    """How much of a map is evidence that cancels between the most relevant direction and the rest, in [0, 1].
+
+    In a manipulated map, the residual outside of the first PRCA component takes back what that component
+    shows, and adds the target (section 6.3). The score is 1 − Σ_p|P_p + Q_p| / Σ_p(|P_p| + |Q_p|) for the
+    map P of the component and Q of the residual: 0 if the two never contradict each other, 1 if they cancel
+    out. What is usual depends on network and class: compare with scores of images that you trust, see
+    `is_suspicious`.
+
+    Parameters
+    ----------
+    maps : tensor, shape (N, 2, H, W) or (N, 2, C, H, W)
+        Maps of the first PRCA component and of the residual, e.g. from `PRCA(1).fit(a, c).subspaces_`.
+    pool : int
+        Average over squares of so many pixels first: the grain of pixel-wise maps always cancels.
+
+    Returns
+    -------
+    tensor, shape (N,)
+    """
+    if maps.ndim == 5:
+        maps = maps.sum(2)
+    if maps.ndim != 4 or maps.shape[1] != 2:
+        raise ValueError(
+            "maps must have shape (N, 2, H, W) or (N, 2, C, H, W): first PRCA component and residual; "
+            f"got {tuple(maps.shape)}"
+        )
+    check_finite(maps, "maps")
+    if check_positive_int(pool, "pool") > min(maps.shape[2:]):
+        raise ValueError(f"pool must be at most the size of the maps, {tuple(maps.shape[2:])}, got {pool}")
+    pooled = nn.functional.avg_pool2d(maps.detach(), pool).flatten(2)
+    parts, whole = pooled.abs().sum((1, 2)), pooled.sum(1).abs().sum(1)
+    return torch.where(parts > 0, 1 - whole / torch.where(parts > 0, parts, 1), 0)
+
+
+def is_suspicious(scores: Tensor, trusted: Tensor, quantile: float = 0.95) -> Tensor:
+    """Whether scores (N,) lie above a quantile of the scores (M,) of images known to be untouched."""
+    if not 0 < quantile < 1:
+        raise ValueError(f"quantile must be between 0 and 1, got {quantile}")
+    if not len(trusted):
+        raise ValueError("trusted is empty: score some images that are known to be untouched first")
+    return scores > trusted.quantile(quantile)
+
+
+def _values(explain: Explain, x: Tensor) -> tuple[Tensor, Tensor]:
+    output, map = explain(x.clone().requires_grad_())
+    if output.ndim != 2 or map.shape != (len(x), *x.shape[2:]):
+        raise ValueError(
+            f"explain must return outputs (N, n_classes) and maps (N, H, W) for x {tuple(x.shape)}, got "
+            f"{tuple(output.shape)} and {tuple(map.shape)}; add up the channels of maps"
+        )
+    if not map.requires_grad:
+        raise ValueError("explain must return maps with their graph (create_graph=True), not detached ones")
+    check_finite(map, "the map")
+    return output.detach(), map.detach()
+
+
+def _check_maps(first: Tensor, name: str, second: Tensor, other: str) -> None:
+    if first.ndim != 3 or first.shape != second.shape:
+        raise ValueError(
+            f"{name} and {other} must both have shape (N, H, W), got {tuple(first.shape)} and "
+            f"{tuple(second.shape)}"
+        )
+    check_finite(first, name)
+    check_finite(second, other)

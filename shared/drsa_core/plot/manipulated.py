@@ -1,0 +1,73 @@
+"""A manipulated map beside the original, and both through the eyes of PRCA (section 6.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..validation import check_finite
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def manipulated_map(
+    images: tuple[Tensor, Tensor, Tensor],
+    target_map: Tensor,
+    original: Tensor,
+    manipulated: Tensor,
+    pool: int = 1,
+) -> Figure:
+    """Original and manipulated image, each with its map, PRCA-1 and the residual; below, what was aimed at.
+
+    Parameters
+    ----------
+    images : tuple of tensors, shape (C, H, W)
+        Original, manipulated and target image, values in [0, 1].
+    target_map : tensor, shape (H, W)
+        Map of the target image that the manipulation aimed at.
+    original, manipulated : tensor, shape (2, H, W)
+        Maps of the first PRCA component and of the residual.
+    pool : int
+        Average over squares of so many pixels.
+    """
+    from matplotlib.figure import Figure
+
+    for maps, name in ((original, "original"), (manipulated, "manipulated")):
+        if maps.shape != (2, *target_map.shape):
+            raise ValueError(
+                f"{name} must have shape (2, H, W) = {(2, *target_map.shape)}, got {tuple(maps.shape)}"
+            )
+        check_finite(maps, name)
+    check_finite(target_map, "target_map")
+
+    figure = Figure(figsize=(9.2, 7.2), layout="constrained")
+    axes = figure.subplots(3, 4)
+    shown = [[maps.sum(0), maps[0], maps[1]] for maps in (original, manipulated)]
+    pooled = [[_pooled(part, pool) for part in row] for row in (*shown, [target_map])]
+    # One scale for all: a part can be compared with the whole.
+    limit = max(max(float(part.abs().flatten().quantile(0.995)) for part in row) for row in pooled)
+    titles = ("original", "manipulated", "target image")
+    for row, (image, title) in enumerate(zip(images, titles, strict=True)):
+        axes[row, 0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
+        axes[row, 0].set_title(title)
+        for column, part in enumerate(pooled[row], start=1):
+            axes[row, column].imshow(
+                part.numpy(), cmap="seismic", vmin=-max(limit, 1e-30), vmax=max(limit, 1e-30)
+            )
+    for row, name in enumerate(("of the original", "of the manipulated")):
+        for column, what in enumerate(("map", "PRCA-1", "residual"), start=1):
+            axes[row, column].set_title(f"{what} {name}" if column == 1 else what)
+    axes[2, 1].set_title("target map")
+    difference = (images[1] - images[0]).detach().cpu().abs().amax(0)
+    axes[2, 2].imshow(difference.numpy(), cmap="gray_r", vmin=0, vmax=max(float(difference.max()), 1e-30))
+    axes[2, 2].set_title(f"|change|, at most {float(difference.max()):.3f}")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return figure
+
+
+def _pooled(part: Tensor, pool: int) -> Tensor:
+    return torch.nn.functional.avg_pool2d(part.detach().cpu()[None, None], pool)[0, 0]

