@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
 from drsa_core.plot import known_concepts
-from drsa_core.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_concepts
+from drsa_core.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm
@@ -178,7 +178,7 @@ def suspects(seed: int) -> dict[str, Fit]:
 def evidence(model: nn.Module, scenes: Scenes, masks: Tensor, label: int) -> list[float]:
     """Share of the positive relevance of the standard map that lies inside each mask."""
     whole = Subspaces(torch.eye(N_FEATURES), [N_FEATURES])
-    return match_concepts(explain(model, whole, scenes.images, label), masks).inside[0].tolist()
+    return match_masks(explain(model, whole, scenes.images, label), masks).inside[0].tolist()
 
 
 def matched(maps: Tensor, result: Matching) -> Tensor:
@@ -236,7 +236,7 @@ def main() -> None:
 
         def score(name: str, subspaces: Subspaces) -> None:
             maps = explain(model, subspaces, test.images, label)  # noqa: B023 (called in this round only)
-            result = match_concepts(maps, masks)  # noqa: B023
+            result = match_masks(maps, masks)  # noqa: B023
             results.setdefault(name, []).append((result.score, result.covered))
             pictures[name] = matched(maps[0], result)  # noqa: B023
 

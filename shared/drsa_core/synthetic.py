@@ -164,7 +164,7 @@ class Matching:
     covered: int
 
 
-def match_concepts(maps: Tensor, masks: Tensor) -> Matching:
+def match_masks(maps: Tensor, masks: Tensor) -> Matching:
     """Match K maps to M masks one to one, so that the share of positive relevance inside is largest.
 
     Parameters

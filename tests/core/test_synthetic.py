@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from drsa_core.synthetic import PATTERN_NAMES, PATTERN_SIZE, PlantedConcepts, match_concepts, patterns
+from drsa_core.synthetic import PATTERN_NAMES, PATTERN_SIZE, PlantedConcepts, match_masks, patterns
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -64,7 +64,7 @@ def test_matching_by_hand() -> None:
     masks = torch.zeros(1, 2, 1, 4, dtype=torch.bool)
     masks[0, 0, 0, 0], masks[0, 1, 0, 1] = True, True
     maps = torch.tensor([[[[1.0, 3.0, -9.0, 0.0]], [[1.0, 0.0, 0.0, 1.0]]]])
-    result = match_concepts(maps, masks)
+    result = match_masks(maps, masks)
     torch.testing.assert_close(result.inside, torch.tensor([[0.25, 0.75], [0.5, 0.0]], dtype=torch.float64))
     assert result.subspace_of == (1, 0)
     assert result.score == pytest.approx((0.5 + 0.75) / 2)
@@ -74,7 +74,7 @@ def test_matching_by_hand() -> None:
 def test_matching_is_the_best_of_all_permutations() -> None:
     maps = torch.randn(6, 4, 3, 8, 8, generator=generator())
     masks = torch.rand(6, 4, 8, 8, generator=generator(1)) > 0.7
-    result = match_concepts(maps, masks)
+    result = match_masks(maps, masks)
     best = max(
         sum(float(result.inside[k, m]) for m, k in enumerate(order)) / 4 for order in permutations(range(4))
     )
@@ -85,8 +85,8 @@ def test_shared_and_missing_concepts() -> None:
     """Two maps on one concept cover it once; a concept without a map counts 0, an empty map as well."""
     masks = torch.eye(3, dtype=torch.bool).view(1, 3, 1, 3)
     shared = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 0, 0]]).view(1, 3, 1, 3)
-    assert match_concepts(shared, masks).score == pytest.approx(1 / 3)
-    single = match_concepts(torch.eye(3)[1:2].view(1, 1, 1, 3), masks)
+    assert match_masks(shared, masks).score == pytest.approx(1 / 3)
+    single = match_masks(torch.eye(3)[1:2].view(1, 1, 1, 3), masks)
     assert single.subspace_of == (-1, 0, -1)
     assert single.score == pytest.approx(1 / 3)
     assert single.covered == 1
@@ -103,8 +103,8 @@ def test_bad_input_is_named() -> None:
         PlantedConcepts().sample(1, generator(), label=15)
     masks = torch.ones(1, 2, 4, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"of the same images; got \(1, 2, 4, 5\)"):
-        match_concepts(torch.zeros(1, 2, 4, 5), masks)
+        match_masks(torch.zeros(1, 2, 4, 5), masks)
     with pytest.raises(ValueError, match="no mask of an image may be empty"):
-        match_concepts(torch.zeros(1, 2, 4, 4), torch.zeros_like(masks))
+        match_masks(torch.zeros(1, 2, 4, 4), torch.zeros_like(masks))
     with pytest.raises(ValueError, match="NaN"):
-        match_concepts(torch.full((1, 2, 4, 4), torch.nan), masks)
+        match_masks(torch.full((1, 2, 4, 4), torch.nan), masks)
