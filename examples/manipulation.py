@@ -35,8 +35,8 @@ from drsa_core.manipulation import (
 )
 from drsa_core.plot import manipulated_map
 from drsa_core.synthetic import PlantedConcepts
-from efficientnet_lite0 import HIGH, LOW, composite_for, load_model, load_photo
-from quickstart import cat
+from efficientnet_lite0 import HIGH, LOW, composite_for, load_model, load_photo, to_input
+from photographs import package_photos, random_crops
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.core import Composite
@@ -124,9 +124,10 @@ def lite0(options: argparse.Namespace) -> Case:
         train = torch.stack([load_photo(file, size) for file in pictures(options.train)])
         photos = torch.stack([load_photo(file, size) for file in pictures(options.photos)])
     else:
-        resized = (nn.functional.interpolate(x, (size, size), mode="area") for x in cat(options.crops + 20))
-        whole, crops = resized  # the photograph itself, and other crops, are manipulated
-        train, photos = crops[: options.crops], torch.cat([whole, crops[options.crops :]])
+        cat = package_photos()["cat"]()
+        crops = torch.stack([to_input(crop, size) for crop in (cat, *random_crops(cat, options.crops + 20))])
+        # The photograph itself, and crops that are not learned from, are manipulated.
+        train, photos = crops[1 : options.crops + 1], torch.cat([crops[:1], crops[options.crops + 1 :]])
     with torch.no_grad():
         target = int(model(train).argmax(1).mode().values)
         photos = photos[model(photos).argmax(1) == target][: options.count]
