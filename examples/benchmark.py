@@ -25,7 +25,8 @@ from benchmark_parts.methods import SINGLE, Job, labelled_job, learned_job, rand
 from benchmark_parts.networks import Network, load_network
 from benchmark_parts.tables import write_tables
 
-STAGES = ("main", "layers", "subspaces", "dims")
+STAGES = ("main", "layers", "subspaces", "dims", "attribution")
+ATTRIBUTIONS = ["noise", "gxi", "ig", "shapley", "lrp"]
 
 
 def parse() -> argparse.Namespace:
@@ -57,6 +58,9 @@ def parse() -> argparse.Namespace:
     )
     add("--ks", type=int, nargs="+", default=[2, 4, 8, 16], help="K of the ablation (default: %(default)s)")
     add("--layers", nargs="*", default=[], help="further layers for the ablation")
+    add(
+        "--attributions", nargs="+", choices=ATTRIBUTIONS, default=ATTRIBUTIONS, help="to compare in one step"
+    )
     add("--seeds", type=int, default=3, help="random subspaces (default: %(default)s)")
     add("--samples", type=int, help="permutations (shapley, default 25) or steps on the input (ig, 10)")
     add("--schedule", default="squares", help="patches per step: squares, 'square totals', single")
@@ -105,8 +109,8 @@ def run(options: argparse.Namespace, experiment: Experiment, network: Network) -
         return [learned_job(method, k, options.seed) for method in ("drsa", "dsa")]
 
     plan: list[tuple[str, str, list[ClassImages], list[Job]]] = [("main", layer, found, main_jobs(options))]
-    plan += [("layers", other, fewer, pair(options.subspaces)) for other in options.layers]
     plan += [("subspaces", layer, fewer, pair(k)) for k in options.ks if k != options.subspaces]
+    plan += [("layers", other, fewer, pair(options.subspaces)) for other in options.layers]
     dims = sorted(set(options.dims))
     curves = [single_job(method, dims, 0) for method in ("prca", "pca", "max-rel", "random")]
     plan += [("dims", layer, fewer, [job]) for job in curves]
@@ -116,6 +120,8 @@ def run(options: argparse.Namespace, experiment: Experiment, network: Network) -
             if stage in options.stages:
                 backend = make_backend(options.backend, network, where, options.samples)
                 records += experiment.run(stage, where, backend, classes, jobs)
+        if "attribution" in options.stages:
+            records += experiment.run_attributions(options.attributions, found, options.samples)
     except OutOfTime:
         print("out of time; the same command goes on from here")
         return experiment.finished()
@@ -127,6 +133,7 @@ def main() -> None:
     begin = time.monotonic()
     network = load_network(options.model, options.weights)
     ignored = {"out", "max_minutes", "stages", "batch_size", "layers", "ks", "dims", "quick", "seeds"}
+    ignored |= {"attributions"}
     settings = {k: str(v) for k, v in sorted(vars(options).items()) if k not in ignored}
     deadline = None if options.max_minutes is None else begin + 60 * options.max_minutes
     experiment = Experiment(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from captum.attr import InputXGradient, IntegratedGradients, ShapleyValueSampling
+from captum.attr import Attribution, InputXGradient, IntegratedGradients, ShapleyValueSampling
 from drsa_core import Pairs, PairStore, Subspaces
 from torch import Tensor
 from zennit.attribution import Gradient
@@ -18,6 +18,7 @@ from zennit_drsa import DisentangledAttributor
 from .networks import Network
 
 PATCH = 16  # Shapley values are those of patches (Note D)
+SAMPLES = {"shapley": 25, "ig": 10, "gxi": 1}  # permutations and steps of Note D
 
 
 class Backend(Protocol):
@@ -63,7 +64,7 @@ class LRP:
 
 @dataclass(frozen=True)
 class Captum:
-    """Captum's methods in two steps (Note B). `samples` permutations for Shapley, steps on the input for IG."""
+    """Captum's methods in two steps (Note B); `samples` are permutations (Shapley) or input steps (IG)."""
 
     network: Network
     layer: str
@@ -86,19 +87,7 @@ class Captum:
         elif self.kind == "ig":
             maps = method.attribute(inputs, target=target, n_steps=self.samples)
         else:
-            mask = patch_mask(inputs, PATCH)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # every method meets the same permutations
-                maps = method.attribute(
-                    inputs,
-                    target=target,
-                    feature_mask=mask,
-                    n_samples=self.samples,
-                    perturbations_per_eval=14,
-                )
-            # Captum gives each value of a patch the relevance of the whole patch: share it out.
-            members = torch.bincount(mask.flatten())[mask] * inputs.shape[1]
-            maps = maps / members
+            maps = _shapley(method, inputs, target, self.samples)
         return maps.detach()
 
     def _method(self, subspaces: Subspaces | None) -> DisentangledAttribution:
@@ -109,8 +98,37 @@ class Captum:
         )
 
 
+def _shapley(method: Attribution, inputs: Tensor, target: int, samples: int) -> Tensor:
+    """Shapley values of patches; every call meets the same permutations."""
+    mask = patch_mask(inputs, PATCH)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        maps: Tensor = method.attribute(
+            inputs, target=target, feature_mask=mask, n_samples=samples, perturbations_per_eval=14
+        )
+    # Captum gives each value of a patch the relevance of the whole patch: share it out.
+    return maps / (torch.bincount(mask.flatten())[mask] * inputs.shape[1])
+
+
+def attribute(kind: str, network: Network, inputs: Tensor, target: int, samples: int | None) -> Tensor:
+    """Maps (N, 3, H, W) in one step, of a backend or, for "noise", at random (Note D)."""
+    if kind == "noise":
+        return torch.rand(inputs.shape, generator=torch.Generator().manual_seed(target))
+    if kind == "lrp":
+        with Gradient(network.model, network.composite()) as attributor:
+            one_hot = torch.nn.functional.one_hot(torch.tensor(target), network.n_outputs)
+            maps: Tensor = attributor(inputs, lambda output: output * one_hot)[1]
+    elif kind == "shapley":
+        maps = _shapley(ShapleyValueSampling(network.model), inputs, target, samples or SAMPLES[kind])
+    elif kind == "ig":
+        maps = IntegratedGradients(network.model).attribute(inputs, target=target, n_steps=SAMPLES[kind])
+    else:
+        maps = InputXGradient(network.model).attribute(inputs.clone().requires_grad_(), target=target)
+    return maps.detach()
+
+
 def make_backend(name: str, network: Network, layer: str, samples: int | None) -> Backend:
     """The backend by name; `samples` defaults to the paper's 25 permutations or 10 steps."""
     if name == "lrp":
         return LRP(network, layer)
-    return Captum(network, layer, name, samples or {"shapley": 25, "ig": 10, "gxi": 1}[name])
+    return Captum(network, layer, name, samples or SAMPLES[name])

@@ -21,7 +21,7 @@ from drsa_core.evaluation import (
 )
 from torch import Tensor
 
-from .backends import Backend
+from .backends import Backend, attribute
 from .data import ClassImages, load_images
 from .methods import Job, Reading
 from .networks import Network
@@ -93,11 +93,44 @@ class Experiment:
             for images in classes:
                 file = self.out / "results" / stage / layer / images.name / f"{job.name}.json"
                 if not file.exists():
-                    if self.deadline is not None and time.monotonic() > self.deadline:
-                        raise OutOfTime
+                    self._check_time()
                     write_json(file, self._run_job(stage, layer, backend, images, job))
                 records += json.loads(file.read_text())
         return records
+
+    def run_attributions(
+        self, kinds: list[str], classes: list[ClassImages], samples: int | None
+    ) -> list[Record]:
+        """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D)."""
+        records: list[Record] = []
+        for kind in kinds:
+            for images in classes:
+                file = self.out / "results" / "attribution" / images.name / f"{kind}.json"
+                if not file.exists():
+                    self._check_time()
+                    write_json(file, [self._attribute(kind, images, samples)])
+                records += json.loads(file.read_text())
+        return records
+
+    def _attribute(self, kind: str, images: ClassImages, samples: int | None) -> Record:
+        inputs, names = self._inputs(images.val)
+        if kind == "shapley":
+            names = names[: max(1, len(names) // 10)]
+            inputs = inputs[: len(names)]
+        begin = time.perf_counter()
+        parts = [
+            attribute(kind, self.network, x, images.index, samples) for x in inputs.split(self.batch_size)
+        ]
+        seconds = time.perf_counter() - begin
+        scores = self._evaluate(inputs, torch.cat(parts)[:, None].float(), images.index)
+        about = {"stage": "attribution", "layer": "", "class": images.name, "method": kind, "n_subspaces": 1}
+        about |= {"dims": None, "seed": 0, "files": names, "explain_seconds": seconds, "blocks": 1}
+        print(f"attribution {images.name} {kind}: AUPC {sum(scores['aupc']) / len(names):.3f}", flush=True)
+        return about | scores
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfTime
 
     def finished(self) -> list[Record]:
         """All records on disk."""

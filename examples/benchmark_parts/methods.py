@@ -1,7 +1,7 @@
 """Subspace methods of section 5 and Note F, and what is read from the maps of their blocks.
 
 Explanations are linear in the filtered context: the map of a union of blocks is the sum of their maps. One
-explanation of fine blocks therefore gives several readings, e.g. PRCA at d = 1, 2, 4, … from blocks 1, 1, 2, ….
+explanation of fine blocks therefore gives several readings, e.g. PRCA at d = 1, 2, 4 from blocks of 1, 1, 2.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class Network:
     preprocessing: Preprocessing
     layer: str
     composite: Callable[[], Composite]
+    n_outputs: int = 1000
 
 
 def load_network(name: str, weights: Path | None) -> Network:

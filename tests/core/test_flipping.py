@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_two_patch_network_with_two_concepts() -> None:
     x[1, ..., :4] = 0.25
     maps = torch.zeros(2, 2, 1, 4, 8)
     maps[:, 0, ..., :4], maps[:, 1, ..., 4:] = 1.0, 0.5  # concept 1 is patch 0, concept 2 is patch 1
-    options = {"patch_size": 4, "fill": "constant", "schedule": "single"}
+    options: dict[str, Any] = {"patch_size": 4, "fill": "constant", "schedule": "single"}
     both = patch_flipping(TwoPatches().eval(), x, maps, 0, IDENTITY, **options)
     # The union is everything after the first step; the second step changes nothing.
     assert both.scores.tolist() == [[1.5, 0, 0], [1, 0, 0]]

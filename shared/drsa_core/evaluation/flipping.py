@@ -149,7 +149,7 @@ def patch_flipping(
     batch_size = check_positive_int(batch_size, "batch_size")
     workers = check_positive_int(workers or min(8, os.cpu_count() or 1), "workers")
 
-    grid = patch_grid(*inputs.shape[2:], patch_size)
+    grid = patch_grid(inputs.shape[2], inputs.shape[3], patch_size)
     ranks = removal_ranks(patch_relevance(relevance, grid)).cpu()
     n_patches = ranks.shape[1]
     counts = removal_counts(n_patches, schedule)

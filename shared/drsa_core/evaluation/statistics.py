@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..validation import check_finite, check_positive_int
 
 Label = TypeVar("Label", bound=Hashable)
+Values: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float]"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Summary:
         return f"{self.mean:.3f} ± {self.standard_error:.3f}"
 
 
-def class_means(values: Tensor | Sequence[float], classes: Sequence[Label]) -> dict[Label, float]:
+def class_means(values: Values, classes: Sequence[Label]) -> dict[Label, float]:
     """Mean over the instances of each class, in the order in which classes first occur.
 
     Parameters
@@ -54,7 +55,7 @@ def class_means(values: Tensor | Sequence[float], classes: Sequence[Label]) -> d
 
 
 def summarise(
-    values: Tensor | Sequence[float],
+    values: Values,
     classes: Sequence[Label],
     *,
     level: float = 0.95,
@@ -81,7 +82,7 @@ def summarise(
 
 
 def bootstrap_interval(
-    values: Tensor | Sequence[float],
+    values: Values,
     classes: Sequence[Label],
     *,
     level: float = 0.95,
@@ -120,9 +121,7 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def delta_aupc(
-    whole: Tensor | Sequence[float], disentangled: Tensor | Sequence[float], classes: Sequence[Label]
-) -> dict[Label, float]:
+def delta_aupc(whole: Values, disentangled: Values, classes: Sequence[Label]) -> dict[Label, float]:
     """ΔAUPC(U) = AUPC(I, K = 1) − AUPC(U) of each class, the most disentangled class first (Note G).
 
     Parameters
@@ -136,7 +135,7 @@ def delta_aupc(
     return dict(sorted(gains.items(), key=lambda item: item[1], reverse=True))
 
 
-def _by_class(values: Tensor | Sequence[float], classes: Sequence[Label]) -> Mapping[Label, np.ndarray]:  # type: ignore[type-arg]
+def _by_class(values: Values, classes: Sequence[Label]) -> Mapping[Label, np.ndarray[Any, Any]]:
     tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     if tensor.ndim != 1 or len(tensor) != len(classes) or not len(tensor):
         raise ValueError(
