@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drsa_core import Subspaces
-from drsa_core.evaluation import Summary, delta_aupc
+from drsa_core.evaluation import Summary
 from drsa_core.plot import delta_aupc_bars, flipping_curves, scores_against, training_curves
 
 from .experiment import Record
-from .results import Results, Series
-from .tables import NAMES, TITLES, with_main
+from .results import Results, Series, on_common_images
+from .tables import NAMES, TITLES, gains, with_main
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +28,8 @@ def draw_figures(records: list[Record], out: Path, layer: str, n_subspaces: int)
     single = [s for s in main if s.dims == 1]
     many = [s for s in main if s.n_subspaces == n_subspaces and s.dims is None and s.method != "whole"]
     for name, series in (("flipping_d1", whole + single), (f"flipping_k{n_subspaces}", whole + many)):
-        if len(series) > 1:
-            figures[name] = _flipping(series)
+        if len(series) > 1 and (figure := _flipping(series)):
+            figures[name] = figure
     if curve := results.find(stage="dims"):
         references = {}
         if whole and all(image in whole[0].images for image in curve[0].images):
@@ -48,15 +48,9 @@ def draw_figures(records: list[Record], out: Path, layer: str, n_subspaces: int)
         panels = _panels(found, metrics, lambda s: s.layer, layers)
         figures["layers"] = scores_against(layers, panels, "layer")
     if whole and many:
-        gains = {
-            NAMES[s.method]: delta_aupc(
-                whole[0].restricted(s.images).values["aupc"], s.values["aupc"], s.classes
-            )
-            for s in many
-            if s.method in ("dsa", "drsa")
-        }
-        if gains:
-            figures["delta_aupc"] = delta_aupc_bars(dict(sorted(gains.items(), reverse=True)))
+        compared = gains(whole[0], [s for s in many if s.method in ("dsa", "drsa")])
+        if len({frozenset(by_class) for by_class in compared.values()}) == 1:
+            figures["delta_aupc"] = delta_aupc_bars(compared)
     histories = _histories(out, layer, n_subspaces)
     if histories:
         figures["training"] = training_curves(histories)
@@ -69,9 +63,10 @@ def draw_figures(records: list[Record], out: Path, layer: str, n_subspaces: int)
     return files
 
 
-def _flipping(series: list[Series]) -> Figure:
-    common = [image for image in series[0].images if all(image in s.images for s in series)]
-    chosen = [s.restricted(common) for s in sorted(series, key=lambda s: list(NAMES).index(s.method))]
+def _flipping(series: list[Series]) -> Figure | None:
+    chosen = on_common_images(*sorted(series, key=lambda s: list(NAMES).index(s.method)))
+    if not chosen:
+        return None
     scores = {NAMES[s.method]: s.values["curves"] for s in chosen}
     return flipping_curves(chosen[0].share, scores, chosen[0].classes)
 

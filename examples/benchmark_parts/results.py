@@ -51,10 +51,10 @@ class Series:
         return Series(*fields, tuple(images), values, self.share, self.n_seeds)
 
 
-def difference(one: Series, other: Series, metric: str) -> Summary:
-    """one − other, image by image: far sharper than the difference of two means with their errors."""
-    other = other.restricted(one.images)
-    return summarise(one.values[metric] - other.values[metric], one.classes)
+def on_common_images(*series: Series) -> list[Series]:
+    """The series on the images that all of them have; none if there is no such image."""
+    common = [image for image in series[0].images if all(image in s.images for s in series)]
+    return [s.restricted(common) for s in series] if common else []
 
 
 class Results:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from drsa_core.evaluation import Summary, class_means, delta_aupc
+from drsa_core.evaluation import Summary, class_means, delta_aupc, summarise
 
 from .experiment import Record
-from .results import BEST_IS_LOW, METRICS, Results, Series, difference
+from .results import BEST_IS_LOW, METRICS, Results, Series, on_common_images
 
 TITLES = {
     "aupc": "AUPC ↓",
@@ -64,7 +64,7 @@ def write_tables(records: list[Record], out: Path, layer: str, n_subspaces: int)
             title = f"### {'Number of subspaces K' if axis == 'K' else f'Layers, K = {k}'} (Note F.2)"
             parts += [title, _grid(found, axis, ("aupc", "separability", "peakness"))]
     if whole and many:
-        parts += ["### ΔAUPC by class (Note G)", _gains(whole[0], many)]
+        parts += ["### ΔAUPC by class (Note G)", _gains(gains(whole[0], many))]
     parts += ["### Time", _times(records)]
     text = "\n\n".join(part for part in parts if part) + "\n"
     (out / "tables.md").write_text(text)
@@ -107,8 +107,7 @@ def with_main(results: Results, stage: str, layer: str, n_subspaces: int) -> lis
         for method in ("dsa", "drsa")
         for s in results.find(stage="main", layer=layer, method=method, n_subspaces=n_subspaces)
     ]
-    common = [image for image in found[0].images if all(image in s.images for s in (*found, *main))]
-    return [s.restricted(common) for s in (*main, *found)] if common else found
+    return on_common_images(*main, *found) or found
 
 
 def _order(series: Sequence[Series]) -> list[Series]:
@@ -155,19 +154,19 @@ def _differences(method: str, series: Sequence[Series], metrics: Sequence[str]) 
         "|---" * (len(metrics) + 1) + "|",
     ]
     for other in _order(series):
-        if other.method == method:
+        pair = on_common_images(ours[0], other)
+        if other.method == method or not pair:
             continue
         cells = []
         for m in metrics:
-            s = difference(ours[0], other, m)
-            gains = class_means(
-                ours[0].values[m] - other.restricted(ours[0].images).values[m], ours[0].classes
-            )
-            better = sum((gain < 0) == (m in BEST_IS_LOW) for gain in gains.values())
-            low, high = s.interval
+            # Image by image: far sharper than the difference of two means with their errors.
+            gain = pair[0].values[m] - pair[1].values[m]
+            summary, by_class = summarise(gain, pair[0].classes), class_means(gain, pair[0].classes)
+            better = sum((value < 0) == (m in BEST_IS_LOW) for value in by_class.values())
+            low, high = summary.interval
             cells.append(
-                f"{number(s.mean)} ± {number(s.standard_error)} [{number(low)}, {number(high)}], "
-                f"{better}/{len(gains)}"
+                f"{number(summary.mean)} ± {number(summary.standard_error)} [{number(low)}, {number(high)}], "
+                f"{better}/{len(by_class)}"
             )
         lines.append(f"| {NAMES[other.method]} | {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 4 else ""
@@ -192,15 +191,21 @@ def _grid(series: Sequence[Series], axis: str, metrics: Sequence[str]) -> str:
     return "\n\n".join([*tables, f"({len(series[0].images)} images)"])
 
 
-def _gains(whole: Series, many: Sequence[Series]) -> str:
-    ordered = _order(many)
-    gains = {
-        s.method: delta_aupc(whole.restricted(s.images).values["aupc"], s.values["aupc"], s.classes)
-        for s in ordered
-    }
-    lines = [f"| class | {' | '.join(NAMES[s.method] for s in ordered)} |", "|---" * (len(ordered) + 1) + "|"]
-    for name in gains[ordered[-1].method]:
-        lines.append(f"| {name} | {' | '.join(f'{gains[s.method].get(name, 0):.3f}' for s in ordered)} |")
+def gains(whole: Series, series: Sequence[Series]) -> dict[str, dict[str, float]]:
+    """Method → class → ΔAUPC, for the methods that share images with the whole."""
+    found = {}
+    for s in _order(series):
+        if pair := on_common_images(whole, s):
+            before, after = (p.values["aupc"] for p in pair)
+            found[NAMES[s.method]] = delta_aupc(before, after, pair[0].classes)
+    return found
+
+
+def _gains(by_method: dict[str, dict[str, float]]) -> str:
+    lines = [f"| class | {' | '.join(by_method)} |", "|---" * (len(by_method) + 1) + "|"]
+    for name in list(by_method.values())[-1]:
+        cells = [f"{by_class[name]:.3f}" if name in by_class else "" for by_class in by_method.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -205,7 +205,7 @@ def test_bad_folders_are_named(tmp_path) -> None:
         find_classes(data, ["2"], None, None)
     (data / "val" / "cat").mkdir()
     with pytest.raises(ValueError, match="must begin with the index of its class"):
-        find_classes(data, None, None, None)
+        find_classes(data, ["1"], None, None)
     broken = data / "val" / "001_a" / "x.jpg"
     broken.write_bytes(b"nothing")
     with pytest.warns(UserWarning, match=r"skipped .*x\.jpg"):
@@ -213,3 +213,36 @@ def test_bad_folders_are_named(tmp_path) -> None:
     assert (len(pixels), names, unreadable) == (2, ["00.png", "01.png"], [str(broken)])
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(ValueError, match="none of the 1"):
         load_images([broken], 32)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "test_nfnet"])
+def test_networks_take_weights_from_a_file_and_bring_their_rules(tmp_path, name: str) -> None:
+    import timm
+    from benchmark_parts.backends import LRP
+    from benchmark_parts.networks import load_network
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        original = timm.create_model(name, pretrained=False).eval()
+        if name == "resnet18":
+            import torchvision
+
+            original = torchvision.models.resnet18(weights=None).eval()
+        with torch.no_grad():
+            for parameter in original.parameters():  # gains and heads that begin at 0 would hide everything
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    torch.save(original.state_dict(), tmp_path / "weights.pt")
+    network = load_network(name, tmp_path / "weights.pt")
+    x = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(network.model(x), original(x), atol=1e-4, rtol=1e-4)
+    activation: dict[str, int] = {}
+    handle = network.model.get_submodule(network.layer).register_forward_hook(
+        lambda module, args, output: activation.update(D=output.shape[1])
+    )
+    network.model(x)
+    handle.remove()
+    basis = torch.eye(activation["D"])
+    maps = LRP(network, network.layer).explain(x, 0, Subspaces(basis, [1, activation["D"] - 1]))
+    assert maps.shape == (1, 2, 3, 64, 64)
+    assert maps.isfinite().all()
+    assert maps.any()
