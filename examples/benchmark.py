@@ -22,7 +22,7 @@ from benchmark_parts.data import ClassImages, find_classes
 from benchmark_parts.experiment import Evaluation, Experiment, OutOfTime, Record
 from benchmark_parts.figures import draw_figures
 from benchmark_parts.methods import SINGLE, Job, labelled_job, learned_job, random_job, single_job
-from benchmark_parts.networks import Network, load_network
+from benchmark_parts.networks import Network, load_network, with_upper_gamma
 from benchmark_parts.tables import write_tables
 
 STAGES = ("main", "layers", "subspaces", "dims", "attribution")
@@ -63,6 +63,9 @@ def parse() -> argparse.Namespace:
     )
     add("--seeds", type=int, default=3, help="random subspaces (default: %(default)s)")
     add("--samples", type=int, help="permutations (shapley, default 25) or steps on the input (ig, 10)")
+    add(
+        "--upper-gamma", type=float, help="another γ of LRP above the layer; 0 in the paper's rules for VGG16"
+    )
     add("--schedule", default="squares", help="patches per step: squares, 'square totals', single")
     add(
         "--fill",
@@ -75,6 +78,7 @@ def parse() -> argparse.Namespace:
     add("--batch-size", type=int, default=4, help="images explained at a time (default: %(default)s)")
     add("--seed", type=int, default=0, help="of positions and fits (default: %(default)s)")
     add("--max-minutes", type=float, help="stop before the next job after so many minutes")
+    add("--methods", nargs="+", help="of the main stage, e.g. prca drsa; default: all")
     add("--quick", action="store_true", help="a few images, one seed, main stage only")
     options = parser.parse_args()
     if options.quick:
@@ -93,7 +97,7 @@ def main_jobs(options: argparse.Namespace) -> list[Job]:
     for method in ("netdissect", "ibd"):
         if file := getattr(options, method):
             jobs.append(labelled_job(method, file, options.subspaces))
-    return jobs
+    return [job for job in jobs if options.methods is None or job.readings[0].method in options.methods]
 
 
 def run(options: argparse.Namespace, experiment: Experiment, network: Network) -> list[Record]:
@@ -118,7 +122,10 @@ def run(options: argparse.Namespace, experiment: Experiment, network: Network) -
     try:
         for stage, where, classes, jobs in plan:
             if stage in options.stages:
-                backend = make_backend(options.backend, network, where, options.samples)
+                rules = network
+                if options.upper_gamma is not None:
+                    rules = with_upper_gamma(network, where, options.upper_gamma)
+                backend = make_backend(options.backend, rules, where, options.samples)
                 records += experiment.run(stage, where, backend, classes, jobs)
         if "attribution" in options.stages:
             records += experiment.run_attributions(options.attributions, found, options.samples)
@@ -133,7 +140,7 @@ def main() -> None:
     begin = time.monotonic()
     network = load_network(options.model, options.weights)
     ignored = {"out", "max_minutes", "stages", "batch_size", "layers", "ks", "dims", "quick", "seeds"}
-    ignored |= {"attributions"}
+    ignored |= {"attributions", "methods"}
     settings = {k: str(v) for k, v in sorted(vars(options).items()) if k not in ignored}
     deadline = None if options.max_minutes is None else begin + 60 * options.max_minutes
     experiment = Experiment(

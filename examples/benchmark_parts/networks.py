@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from drsa_core.evaluation import Preprocessing
 from torch import Tensor, nn
 from zennit.canonizers import Canonizer
-from zennit.composites import EpsilonGammaBox, EpsilonPlus
+from zennit.composites import EpsilonGammaBox, EpsilonPlus, MixedComposite, NameMapComposite
 from zennit.core import Composite
+from zennit.rules import Epsilon, Gamma
 from zennit.torchvision import ResNetCanonizer
 
 from zennit_drsa import NFNetGamma, TimmCanonizer, VGGGamma
@@ -69,6 +70,23 @@ def load_network(name: str, weights: Path | None) -> Network:
     zero = torch.zeros(1, 3, 1, 1)
     low, high = preprocessing.to_inputs(zero), preprocessing.to_inputs(zero + 1)
     return Network(model, size, preprocessing, layer, lambda: _composite(name, low, high))
+
+
+def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
+    """The network with LRP-γ of another γ in the convolutions above a layer, LRP-ε if it is 0.
+
+    The paper's rules for VGG16 have γ = 0 there (Note D); a large γ hides what speaks against the class.
+    """
+    names = [name for name, _ in network.model.named_modules()]
+    last = max(i for i, name in enumerate(names) if name == layer or name.startswith(f"{layer}."))
+    above = [n for n in names[last + 1 :] if isinstance(network.model.get_submodule(n), nn.Conv2d)]
+
+    def composite() -> Composite:
+        rule = Gamma(gamma) if gamma else Epsilon(1e-6)
+        # The first composite that knows a module decides.
+        return MixedComposite([NameMapComposite([(above, rule)]), network.composite()])
+
+    return replace(network, composite=composite)
 
 
 def _composite(name: str, low: Tensor, high: Tensor) -> Composite:
