@@ -29,9 +29,7 @@ def main() -> None:
     model = load_model().to(memory_format=torch.channels_last)
     inputs = cat(options.images)[1].contiguous(memory_format=torch.channels_last)
     print(f"{len(inputs)} images, {options.fill}, {torch.get_num_threads()} threads for the network")
-    print(
-        "| K | workers | seconds per image | inpainting (summed over workers) | network |\n|---|---|---|---|---|"
-    )
+    print("| K | workers | seconds per image | inpainting | network |\n|---|---|---|---|---|")
     for k in options.concepts:
         noise = torch.randn(len(inputs), k, 3, 28, 28, generator=torch.Generator().manual_seed(0))
         maps = torch.nn.functional.interpolate(noise.flatten(0, 1), (224, 224), mode="bilinear")
