@@ -51,15 +51,14 @@ def test_benchmark_on_real_weights(tmp_path) -> None:
         cat.crop((75, 0, 375, 300)).save(tmp_path / part / "285_Egyptian_cat" / "a.jpg")
         (tmp_path / part / "285_Egyptian_cat" / "b.jpg").write_bytes(b"no picture")
     command = [sys.executable, str(EXAMPLES / "benchmark.py"), "--data", tmp_path, "--out", tmp_path / "out"]
-    command += ["--quick", "--subspaces", "2", "--positions", "196"]
+    command += ["--quick", "--subspaces", "2", "--positions", "196", "--methods", "drsa", "prca", "max-rel"]
     done = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
     assert "2 unreadable photographs skipped" in done.stdout
-    assert "8 evaluations" in done.stdout
+    assert "4 evaluations" in done.stdout
     with (tmp_path / "out" / "tables.csv").open() as file:
         rows = {(r["method"], r["n_subspaces"], r["metric"]): float(r["mean"]) for r in csv.DictReader(file)}
-    # On its own training image PRCA must carry more relevance than any single feature map, PCA or chance.
-    totals = {method: rows[method, "1", "total_relevance"] for method in ("prca", "pca", "max-rel", "random")}
-    assert max(totals, key=lambda method: totals[method]) == "prca"
+    # On its own training image PRCA must carry more relevance than any single feature map.
+    assert rows["prca", "1", "total_relevance"] > rows["max-rel", "1", "total_relevance"] > 0
     assert 0 < rows["drsa", "2", "aupc"] < rows["whole", "1", "aupc"]  # two maps remove more in a step
     assert rows["whole", "1", "separability"] == pytest.approx(0, abs=1e-9)
     for name in ("flipping_d1", "flipping_k2", "delta_aupc", "training"):
