@@ -1,1 +1,34 @@
-"""How good concept maps are: patch flipping and the scores of section 5 (Notes D–G)."""
+"""How good concept maps are: patch flipping and scores of Notes D–G, statistics, prototypes (section 5)."""
+
+from .fills import FILLS, Fill
+from .flipping import FlippingCurves, Preprocessing, patch_flipping
+from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
+from .prototypes import Prototypes, select_prototypes, top_images
+from .quantus import explain_func
+from .scores import peakness, separability, total_relevance
+from .statistics import Summary, bootstrap_interval, class_means, delta_aupc, summarise
+
+__all__ = [
+    "FILLS",
+    "Fill",
+    "FlippingCurves",
+    "Preprocessing",
+    "Prototypes",
+    "Summary",
+    "bootstrap_interval",
+    "check_maps",
+    "class_means",
+    "delta_aupc",
+    "explain_func",
+    "patch_flipping",
+    "patch_grid",
+    "patch_relevance",
+    "peakness",
+    "removal_counts",
+    "removal_ranks",
+    "select_prototypes",
+    "separability",
+    "summarise",
+    "top_images",
+    "total_relevance",
+]

@@ -1,6 +1,7 @@
 """Figures, as matplotlib objects that are never shown by themselves. Needs the extra `plot`."""
 
 from .bars import relevance_bars
+from .curves import delta_aupc_bars, flipping_curves, scores_against, training_curves
 from .grid import concept_grid
 from .known import known_concepts
 from .manipulated import manipulated_map
@@ -11,10 +12,14 @@ __all__ = [
     "concept_grid",
     "concept_maps",
     "confusion_matrices",
+    "delta_aupc_bars",
+    "flipping_curves",
     "known_concepts",
     "manipulated_map",
     "relevance_bars",
     "relevance_boxes",
     "relevance_scatter",
     "roc_curves",
+    "scores_against",
+    "training_curves",
 ]

@@ -1,0 +1,1 @@
+"""Parts of `examples/benchmark.py`: data, networks, backends, experiment, tables, figures."""

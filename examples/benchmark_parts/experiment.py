@@ -1,0 +1,241 @@
+"""Runs jobs class by class, and keeps every result in a file of its own: an interrupted run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from drsa_core import Pairs, PairStore, Subspaces
+from drsa_core.evaluation import (
+    Preprocessing,
+    check_maps,
+    patch_flipping,
+    peakness,
+    separability,
+    total_relevance,
+)
+from torch import Tensor
+
+from .backends import Backend, attribute
+from .data import ClassImages, load_images
+from .methods import Job, Reading
+from .networks import Network
+
+Record: TypeAlias = dict[str, Any]
+
+
+class OutOfTime(Exception):
+    """The time that the user granted is over; what is done is on disk."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How maps are evaluated."""
+
+    schedule: str
+    fill: str
+    patch_size: int = 16
+
+
+class Experiment:
+    """Collects, fits, explains and evaluates, and keeps what it finds in a folder.
+
+    Parameters
+    ----------
+    network : Network
+    out : path
+        Folder for pairs, subspaces and results.
+    settings : dict
+        What decides the numbers, as JSON. A folder that was begun with other settings is refused.
+    evaluation : Evaluation
+    positions, seed, batch_size : int
+    deadline : float, optional
+        `time.monotonic()` after which no further job is begun.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        out: Path,
+        settings: dict[str, Any],
+        evaluation: Evaluation,
+        positions: int,
+        seed: int,
+        batch_size: int,
+        deadline: float | None = None,
+    ) -> None:
+        self.network, self.out, self.evaluation = network, out, evaluation
+        self.positions, self.seed, self.batch_size, self.deadline = positions, seed, batch_size, deadline
+        self._images: dict[str, tuple[Tensor, list[str]]] = {}
+        self.unreadable: set[str] = set()
+        out.mkdir(parents=True, exist_ok=True)
+        begun = out / "settings.json"
+        if begun.exists():
+            before = json.loads(begun.read_text())
+            other = sorted(key for key in settings if before.get(key) != settings[key])
+            if other:
+                changes = ", ".join(f"{key}: {before.get(key)} → {settings[key]}" for key in other)
+                raise ValueError(f"{out} was begun with other settings ({changes}); choose another folder")
+        write_json(begun, settings)
+
+    def run(
+        self, stage: str, layer: str, backend: Backend, classes: list[ClassImages], jobs: list[Job]
+    ) -> list[Record]:
+        """Records of all jobs for all classes; those on disk are read."""
+        records: list[Record] = []
+        # Job by job, so that a run that is cut short has the same methods for all classes.
+        for job in jobs:
+            for images in classes:
+                file = self.out / "results" / stage / layer / images.name / f"{job.name}.json"
+                if not file.exists():
+                    self._check_time()
+                    write_json(file, self._run_job(stage, layer, backend, images, job))
+                records += json.loads(file.read_text())
+        return records
+
+    def run_attributions(
+        self, kinds: list[str], classes: list[ClassImages], samples: int | None
+    ) -> list[Record]:
+        """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D)."""
+        records: list[Record] = []
+        for kind in kinds:
+            for images in classes:
+                file = self.out / "results" / "attribution" / images.name / f"{kind}.json"
+                if not file.exists():
+                    self._check_time()
+                    write_json(file, [self._attribute(kind, images, samples)])
+                records += json.loads(file.read_text())
+        return records
+
+    def _attribute(self, kind: str, images: ClassImages, samples: int | None) -> Record:
+        inputs, names = self._inputs(images.val)
+        if kind == "shapley":
+            names = names[: max(1, len(names) // 10)]
+            inputs = inputs[: len(names)]
+        begin = time.perf_counter()
+        parts = [
+            attribute(kind, self.network, x, images.index, samples) for x in inputs.split(self.batch_size)
+        ]
+        seconds = time.perf_counter() - begin
+        scores = self._evaluate(inputs, torch.cat(parts)[:, None].float(), images.index)
+        about = {"stage": "attribution", "layer": "", "class": images.name, "method": kind, "n_subspaces": 1}
+        about |= {"dims": None, "seed": 0, "files": names, "explain_seconds": seconds, "blocks": 1}
+        print(f"attribution {images.name} {kind}: AUPC {sum(scores['aupc']) / len(names):.3f}", flush=True)
+        return about | scores
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfTime
+
+    def finished(self) -> list[Record]:
+        """All records on disk."""
+        files = sorted((self.out / "results").rglob("*.json"))
+        return [record for file in files for record in json.loads(file.read_text())]
+
+    def pairs(self, layer: str, backend: Backend, images: ClassImages) -> Pairs:
+        """Activations and contexts of the training images of a class."""
+        folder = self.out / "pairs" / layer / images.name
+        whole = folder / "all.safetensors"
+        if not whole.exists():
+            inputs, _ = self._inputs(images.train)
+            batches = list(inputs.split(self.batch_size))
+            store = PairStore(folder)
+            backend.collect(batches, images.index, self.positions, self.seed, store).save(whole)
+        return Pairs.load(whole)
+
+    def subspaces(self, layer: str, backend: Backend, images: ClassImages, job: Job) -> Subspaces:
+        """The fitted subspaces of a job, with the training curve in their metadata."""
+        file = self.out / "subspaces" / layer / images.name / f"{job.name}.safetensors"
+        if not file.exists():
+            begin = time.perf_counter()
+            found = job.fit(self.pairs(layer, backend, images))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            seconds = time.perf_counter() - begin
+            found.with_metadata(layer=layer, target=images.index, fit_seconds=seconds).save(file)
+        return Subspaces.load(file)
+
+    def _run_job(
+        self, stage: str, layer: str, backend: Backend, images: ClassImages, job: Job
+    ) -> list[Record]:
+        subspaces = self.subspaces(layer, backend, images, job)
+        inputs, names = self._inputs(images.val)
+        begin = time.perf_counter()
+        parts = [
+            backend.explain(batch, images.index, subspaces).float() for batch in inputs.split(self.batch_size)
+        ]
+        blocks = check_maps(torch.cat(parts), inputs, subspaces.n_subspaces)
+        seconds = time.perf_counter() - begin
+        records = []
+        for reading in job.readings:
+            maps = torch.stack([blocks[:, list(group)].sum(1) for group in reading.groups], dim=1)
+            scores = self._evaluate(inputs, maps, images.index)
+            about = asdict(reading) | {"stage": stage, "layer": layer, "class": images.name}
+            about |= {"seed": job.seed, "files": names, "explain_seconds": seconds, "blocks": blocks.shape[1]}
+            records.append(about | scores)
+        self._say(stage, layer, images, job, records)
+        return records
+
+    def _evaluate(self, inputs: Tensor, maps: Tensor, target: int) -> Record:
+        curves = patch_flipping(
+            self.network.model,
+            inputs,
+            maps,
+            target,
+            self.network.preprocessing,
+            patch_size=self.evaluation.patch_size,
+            schedule=self.evaluation.schedule,
+            fill=self.evaluation.fill,
+            batch_size=8,
+            workers=torch.get_num_threads(),
+        )
+        return {
+            "aupc": curves.aupc.tolist(),
+            "aupc_of_removed": curves.aupc_of_removed.tolist(),
+            "total_relevance": total_relevance(maps).sum(1).tolist(),
+            "separability": separability(maps).tolist(),
+            "peakness": peakness(maps).tolist(),
+            "share": curves.share.tolist(),
+            "curves": curves.scores.tolist(),
+            "fill_seconds": curves.fill_seconds,
+            "network_seconds": curves.network_seconds,
+        }
+
+    def _inputs(self, files: list[Path]) -> tuple[Tensor, list[str]]:
+        key = "\n".join(map(str, files))
+        if key not in self._images:
+            pixels, names, unreadable = load_images(files, self.network.size)
+            self.unreadable |= set(unreadable)
+            preprocessing: Preprocessing = self.network.preprocessing
+            inputs = preprocessing.to_inputs(pixels).contiguous(memory_format=torch.channels_last)
+            self._images[key] = inputs, names
+        return self._images[key]
+
+    def _say(self, stage: str, layer: str, images: ClassImages, job: Job, records: list[Record]) -> None:
+        for record in records:
+            aupc = sum(record["aupc"]) / len(record["aupc"])
+            network = record["network_seconds"] + record["fill_seconds"]
+            print(
+                f"{time.strftime('%H:%M:%S')} {stage} {layer} {images.name} {label(record)} seed {job.seed}: "
+                f"AUPC {aupc:.3f}; {record['explain_seconds']:.0f} s maps, {network:.0f} s flipping",
+                flush=True,
+            )
+
+
+def label(record: Record | Reading) -> str:
+    """Name of a reading: method with d or K."""
+    fields = record if isinstance(record, dict) else asdict(record)
+    size = f"d={fields['dims']}" if fields["dims"] else f"K={fields['n_subspaces']}"
+    return f"{fields['method']} {size}"
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write atomically: an interrupted run leaves no half file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".part")
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, file)

@@ -1,0 +1,98 @@
+"""Records of a run, averaged over seeds and summarised over images and classes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from drsa_core.evaluation import Summary, summarise
+from torch import Tensor
+
+from .experiment import Record
+
+METRICS = ("aupc", "aupc_of_removed", "total_relevance", "separability", "peakness")
+BEST_IS_LOW = {"aupc", "aupc_of_removed"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method with K or d at a layer: scores of each image, averaged over seeds.
+
+    `values` maps a metric to (N,), and "curves" to (N, T + 1), in the order of the pairs (class, file) of
+    `images`.
+    """
+
+    stage: str
+    layer: str
+    method: str
+    n_subspaces: int
+    dims: int | None
+    images: tuple[tuple[str, str], ...]
+    values: dict[str, Tensor]
+    share: list[float]
+    n_seeds: int
+
+    @property
+    def classes(self) -> list[str]:
+        """Class of each image."""
+        return [name for name, _ in self.images]
+
+    def summary(self, metric: str) -> Summary:
+        """Mean over images and classes, with its standard error."""
+        return summarise(self.values[metric], self.classes)
+
+    def restricted(self, images: Sequence[tuple[str, str]]) -> Series:
+        """The same for these images only, in this order."""
+        where = [self.images.index(image) for image in images]
+        values = {metric: value[where] for metric, value in self.values.items()}
+        fields = (self.stage, self.layer, self.method, self.n_subspaces, self.dims)
+        return Series(*fields, tuple(images), values, self.share, self.n_seeds)
+
+
+def on_common_images(*series: Series) -> list[Series]:
+    """The series on the images that all of them have; none if there is no such image."""
+    common = [image for image in series[0].images if all(image in s.images for s in series)]
+    return [s.restricted(common) for s in series] if common else []
+
+
+class Results:
+    """All series of a run."""
+
+    def __init__(self, records: list[Record]) -> None:
+        groups: dict[tuple[str, str, str, int, int | None], list[Record]] = defaultdict(list)
+        for r in records:
+            groups[(r["stage"], r["layer"], r["method"], r["n_subspaces"], r["dims"])].append(r)
+        self.series = [_series(key, group) for key, group in groups.items()]
+
+    def find(self, **fields: object) -> list[Series]:
+        """Series whose fields have these values."""
+        return [s for s in self.series if all(getattr(s, name) == value for name, value in fields.items())]
+
+    def get(self, **fields: object) -> Series | None:
+        """The one series with these fields, if it is there."""
+        found = self.find(**fields)
+        return found[0] if found else None
+
+
+def _series(key: tuple[str, str, str, int, int | None], group: list[Record]) -> Series:
+    by_seed: dict[int, list[Record]] = defaultdict(list)
+    for record in group:
+        by_seed[record["seed"]].append(record)
+    # A run that was cut short may have a seed for some classes only; it is left out.
+    most = max(len(records) for records in by_seed.values())
+    complete = [
+        sorted(records, key=lambda r: r["class"]) for records in by_seed.values() if len(records) == most
+    ]
+    images = tuple((r["class"], file) for r in complete[0] for file in r["files"])
+
+    def mean(read: Callable[[Record], list[float]]) -> Tensor:
+        seeds = [
+            torch.tensor([v for r in records for v in read(r)], dtype=torch.float64) for records in complete
+        ]
+        return torch.stack(seeds).mean(0)
+
+    values = {metric: mean(lambda r, m=metric: r[m]) for metric in METRICS}  # type: ignore[misc]
+    values["curves"] = mean(lambda r: r["curves"])
+    return Series(*key, images, values, complete[0][0]["share"], len(complete))

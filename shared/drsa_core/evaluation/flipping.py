@@ -1,0 +1,270 @@
+"""Patch flipping: how fast the output falls when relevant patches are removed (section 5, Note D)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ..validation import check_finite, check_positive_int
+from .fills import Array, Fill, find_fill
+from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How the network's inputs and pixels in [0, 1] become one another; patches are filled in pixel space.
+
+    Attributes
+    ----------
+    to_pixels, to_inputs : callable
+        Batches (N, C, H, W) to batches of that shape, inverse to one another.
+    """
+
+    to_pixels: Callable[[Tensor], Tensor]
+    to_inputs: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def from_mean_std(cls, mean: Sequence[float] | float, std: Sequence[float] | float) -> Preprocessing:
+        """For inputs (pixels − mean) / std, both of length C or one number."""
+        shift = torch.as_tensor(mean, dtype=torch.float64).reshape(-1, 1, 1)
+        scale = torch.as_tensor(std, dtype=torch.float64).reshape(-1, 1, 1)
+        if (
+            not bool((scale > 0).all())
+            or not bool(shift.isfinite().all())
+            or not bool(scale.isfinite().all())
+        ):
+            raise ValueError(f"mean must be finite and std positive, got mean {mean} and std {std}")
+        return cls(lambda x: x * scale.to(x) + shift.to(x), lambda x: (x - shift.to(x)) / scale.to(x))
+
+
+@dataclass(frozen=True)
+class FlippingCurves:
+    """The network's output while patches are removed, for N images and T steps.
+
+    Attributes
+    ----------
+    share : tensor, shape (T + 1,)
+        Share of all patches that each concept has removed after step 0 … T.
+    removed : tensor, shape (N, T + 1)
+        Share that is really gone: the union over concepts, which is the same as `share` for K = 1.
+    scores : tensor, shape (N, T + 1)
+        Rectified output of the target, max(0, f(x^(τ))).
+    fill_seconds, network_seconds : float
+        Time spent on filling (summed over the workers) and in the network.
+    """
+
+    share: Tensor
+    removed: Tensor
+    scores: Tensor
+    fill_seconds: float
+    network_seconds: float
+
+    @property
+    def aupc(self) -> Tensor:
+        """Area under the patch-flipping curve Σ_τ w(τ) (f(x^(τ−1)) + f(x^(τ))) / 2 over `share`, shape (N,).
+
+        Lower is better. (The minus sign in the printed formula is a misprint.) With K concepts w(τ) counts
+        what each of them removes: K maps remove up to K times as much in a step, and AUPC falls with K by
+        itself, as it does in the paper's tables. It compares methods of one K.
+        """
+        return torch.trapezoid(self.scores, self.share.expand_as(self.scores))
+
+    @property
+    def aupc_of_removed(self) -> Tensor:
+        """The same area over `removed`, which does not reward a large K as such, shape (N,)."""
+        return torch.trapezoid(self.scores, self.removed)
+
+
+def patch_flipping(
+    model: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    maps: Tensor,
+    target: int | Sequence[int] | Tensor,
+    preprocessing: Preprocessing | tuple[Sequence[float] | float, Sequence[float] | float],
+    *,
+    patch_size: int = 16,
+    schedule: str | Sequence[int] = "squares",
+    fill: str | Fill = "telea",
+    batch_size: int = 32,
+    workers: int | None = None,
+    progress: bool = False,
+) -> FlippingCurves:
+    """Remove patches from the most to the least relevant, and record the rectified output of the target.
+
+    Parameters
+    ----------
+    model : callable
+        Inputs (n, C, H, W) ↦ outputs (n, n_outputs). A module must be in eval mode.
+    inputs : tensor, shape (N, C, H, W)
+        The images, as the network takes them.
+    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
+        Their relevance. With K concepts, the union of what each removes is removed (section 5.2).
+    target : int, sequence of int or tensor, shape (N,)
+        Output to record: one for all images, or one for each.
+    preprocessing : Preprocessing, or pair (mean, std)
+        How pixels in [0, 1] become inputs.
+    patch_size : int
+        Side of the patches in pixels.
+    schedule : str or sequence of int
+        As in `removal_counts`.
+    fill : {"telea", "mean", "blur", "constant"} or callable
+        What replaces removed pixels; as in `drsa_core.evaluation.fills`. An image of which nothing is left
+        gets the colour that the network sees as 0, except with "blur".
+    batch_size : int
+        Images per forward pass. Steps and images share the batches; a step that removes nothing new is not
+        run.
+    workers : int, optional
+        Threads that fill the next batch while the network runs. Default: one for each CPU, at most 8.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    FlippingCurves
+        On the CPU, in float64.
+    """
+    if inputs.ndim != 4 or not inputs.is_floating_point() or 0 in inputs.shape:
+        raise ValueError(
+            "inputs must be images of floating point and shape (N, C, H, W), got "
+            f"{tuple(inputs.shape)} {inputs.dtype}"
+        )
+    if isinstance(model, nn.Module) and model.training:
+        raise ValueError(
+            "the model is in training mode, where its outputs depend on the batch; call model.eval()"
+        )
+    inputs = inputs.detach()
+    check_finite(inputs, "inputs")
+    relevance = check_maps(maps, inputs)
+    targets = _targets(target, len(inputs))
+    if not isinstance(preprocessing, Preprocessing):
+        preprocessing = Preprocessing.from_mean_std(*preprocessing)
+    batch_size = check_positive_int(batch_size, "batch_size")
+    workers = check_positive_int(workers or min(8, os.cpu_count() or 1), "workers")
+
+    grid = patch_grid(inputs.shape[2], inputs.shape[3], patch_size)
+    ranks = removal_ranks(patch_relevance(relevance, grid)).cpu()
+    n_patches = ranks.shape[1]
+    counts = removal_counts(n_patches, schedule)
+    gone = torch.stack([ranks < count for count in counts], dim=1)  # (N, T + 1, P)
+    filler = _Filler(inputs, preprocessing, find_fill(fill), gone, grid)
+
+    # A step in which the union does not grow keeps the output of the step before.
+    is_new = torch.ones(gone.shape[:2], dtype=torch.bool)
+    is_new[:, 1:] = (gone[:, 1:] != gone[:, :-1]).any(2)
+    jobs = [(int(n), int(step)) for n, step in is_new.nonzero()]
+    scores = torch.full(gone.shape[:2], torch.nan, dtype=torch.float64)
+    network_seconds = 0.0
+    pool = ThreadPoolExecutor(workers)
+    bar = tqdm(total=len(jobs), desc="patch flipping", unit="image", disable=not progress)
+    try:
+        for batch, filled in _prefetched(pool, filler, jobs, batch_size):
+            begin = time.perf_counter()
+            with torch.no_grad():
+                output = model(filled)
+            scores[tuple(zip(*batch, strict=True))] = _rectified(output, targets[[n for n, _ in batch]])
+            network_seconds += time.perf_counter() - begin
+            bar.update(len(batch))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        bar.close()
+    for step in range(1, len(counts)):
+        scores[:, step] = torch.where(is_new[:, step], scores[:, step], scores[:, step - 1])
+    share = torch.tensor(counts, dtype=torch.float64) / n_patches
+    return FlippingCurves(share, gone.double().mean(2), scores, sum(filler.seconds), network_seconds)
+
+
+class _Filler:
+    """Images with what is gone after a step filled in."""
+
+    def __init__(
+        self, inputs: Tensor, preprocessing: Preprocessing, fill: Fill, gone: Tensor, grid: Tensor
+    ) -> None:
+        self.inputs, self.preprocessing, self.fill, self.gone, self.grid = (
+            inputs,
+            preprocessing,
+            fill,
+            gone,
+            grid,
+        )
+        with torch.no_grad():
+            pixels = preprocessing.to_pixels(inputs)
+            neutral = preprocessing.to_pixels(torch.zeros_like(inputs[:1]))
+        if pixels.shape != inputs.shape:
+            raise ValueError(
+                f"to_pixels must keep the inputs' shape {tuple(inputs.shape)}, got {tuple(pixels.shape)}"
+            )
+        low, high = float(pixels.min()), float(pixels.max())
+        if low < -0.01 or high > 1.01:
+            raise ValueError(
+                f"pixels must lie in [0, 1], but those of the inputs go from {low:.3g} to {high:.3g}: mean "
+                "and std (or to_pixels) do not fit the inputs"
+            )
+        self.pixels: Array = pixels.float().cpu().numpy()
+        self.neutral: Array = neutral.float().mean((0, 2, 3)).clamp(0, 1).cpu().numpy()
+        self.seconds: list[float] = []  # appending is safe from several threads
+
+    def pixels_after(self, n: int, step: int) -> tuple[Array, Array]:
+        """Filled pixels (C, H, W) of image n after a step, and the mask (H, W) of what was removed."""
+        begin = time.perf_counter()
+        mask = self.gone[n, step][self.grid].numpy()
+        filled = self.fill(self.pixels[n], mask, self.neutral) if mask.any() else self.pixels[n]
+        if filled.shape != self.pixels[n].shape:
+            raise ValueError(f"fill must return an image of shape {self.pixels[n].shape}, got {filled.shape}")
+        self.seconds.append(time.perf_counter() - begin)
+        return filled, mask
+
+    def batch(self, results: Sequence[tuple[Array, Array]], images: Sequence[int]) -> Tensor:
+        """Network inputs; pixels that are still there keep the very values of the inputs."""
+        originals = self.inputs[list(images)]
+        pixels = torch.from_numpy(np.stack([filled for filled, _ in results])).to(originals)
+        masks = torch.from_numpy(np.stack([mask for _, mask in results])).to(originals.device)
+        return torch.where(masks[:, None], self.preprocessing.to_inputs(pixels), originals)
+
+
+def _prefetched(
+    pool: ThreadPoolExecutor, filler: _Filler, jobs: list[tuple[int, int]], batch_size: int
+) -> Iterator[tuple[list[tuple[int, int]], Tensor]]:
+    """Batches of (image, step) with their filled images; the next batch is filled while one is in use."""
+    batches = [jobs[first : first + batch_size] for first in range(0, len(jobs), batch_size)]
+
+    def submit(batch: list[tuple[int, int]]) -> list[Future[tuple[Array, Array]]]:
+        return [pool.submit(filler.pixels_after, *job) for job in batch]
+
+    upcoming = submit(batches[0])
+    for number, batch in enumerate(batches):
+        futures = upcoming
+        upcoming = submit(batches[number + 1]) if number + 1 < len(batches) else []
+        yield batch, filler.batch([future.result() for future in futures], [n for n, _ in batch])
+
+
+def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:
+    targets = torch.as_tensor(target).cpu()
+    if targets.is_floating_point() or targets.dtype == torch.bool or targets.ndim > 1:
+        raise TypeError(f"target must be an integer, or one for each image, got {target!r}")
+    if targets.ndim == 1 and len(targets) != n_images:
+        raise ValueError(
+            f"target must be one integer, or one for each of the {n_images} images, got {len(targets)}"
+        )
+    return targets.expand(n_images).long()
+
+
+def _rectified(output: Tensor, targets: Tensor) -> Tensor:
+    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != len(targets):
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(f"the model must return a tensor ({len(targets)}, n_outputs), got {shape}")
+    if int(targets.min()) < 0 or int(targets.max()) >= output.shape[1]:
+        raise ValueError(
+            f"target must be between 0 and {output.shape[1] - 1}, the last output, got "
+            f"{sorted(set(targets.tolist()))}"
+        )
+    chosen = output.detach().double().cpu().gather(1, targets[:, None])[:, 0]
+    check_finite(chosen, "the model's output")
+    return chosen.clamp(min=0)

@@ -1,0 +1,69 @@
+"""Concept maps for Quantus: an `explain_func` that its metrics can call. Quantus itself is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .patches import check_maps
+
+
+class ExplainFunc(Protocol):
+    """What Quantus calls: model, inputs and targets ↦ attributions (N, 1, H, W)."""
+
+    def __call__(self, model: nn.Module, inputs: Any, targets: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
+        """Attributions of a batch."""
+
+
+def explain_func(
+    attribute: Callable[[nn.Module, Tensor, Tensor], Tensor], concept: int | None = None
+) -> ExplainFunc:
+    """An `explain_func` for Quantus from a function that gives K concept maps.
+
+    Parameters
+    ----------
+    attribute : callable
+        (model, inputs (N, C, H, W), targets (N,)) ↦ maps (N, K, C, H, W). It must explain the model that it
+        is given: some metrics of Quantus hand in one with other weights.
+    concept : int, optional
+        Which concept to explain. Default: the sum of all concepts, the standard map of complete subspaces.
+        Quantus' `explain_func_kwargs={"concept": k}` overrides it.
+
+    Returns
+    -------
+    callable
+        With Quantus' signature; attributions are summed over colour channels, shape (N, 1, H, W).
+
+    Examples
+    --------
+    >>> def attribute(model, x, y):                                                           # doctest: +SKIP
+    ...     one_hot = torch.eye(1000)[y]
+    ...     with DisentangledAttributor(Gradient(model, composite), "features.22", subspaces) as attributor:
+    ...         return attributor(x, lambda output: output * one_hot)[1]
+    >>> metric = quantus.RegionPerturbation(patch_size=16, regions_evaluation=196)            # doctest: +SKIP
+    >>> metric(model, x, y, explain_func=explain_func(attribute), explain_func_kwargs={"concept": 2})
+    """
+    default = concept
+
+    def explain(model: nn.Module, inputs: Any, targets: Any, **kwargs: Any) -> np.ndarray[Any, Any]:
+        # Quantus adds keywords of its own (device, …), which say nothing about the concept.
+        concept = kwargs.get("concept", default)
+        parameter = next(model.parameters(), torch.empty(0))
+        x = torch.as_tensor(inputs).to(parameter)
+        y = torch.as_tensor(targets).long().reshape(-1).to(x.device)
+        maps = check_maps(attribute(model, x, y), x)
+        if concept is None:
+            chosen = maps.sum(1)
+        elif isinstance(concept, int) and 0 <= concept < maps.shape[1]:
+            chosen = maps[:, concept]
+        else:
+            raise ValueError(
+                f"concept must be None or an integer from 0 to {maps.shape[1] - 1}, got {concept!r}"
+            )
+        return chosen.sum(1, keepdim=True).cpu().numpy()
+
+    return explain

@@ -1,0 +1,149 @@
+"""Means over instances and then classes, standard errors, bootstrap intervals, ΔAUPC (section 5, Note G)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..validation import check_finite, check_positive_int
+
+Label = TypeVar("Label", bound=Hashable)
+Values: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float]"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A score over a data set: averaged over the instances of each class, then over classes.
+
+    Attributes
+    ----------
+    mean : float
+    standard_error : float
+        Of the mean over classes, from the standard deviation of the class means (n − 1). NaN for one class,
+        which has no spread over classes.
+    interval : tuple of float
+        Bootstrap interval of `mean`.
+    n_classes, n_instances : int
+    """
+
+    mean: float
+    standard_error: float
+    interval: tuple[float, float]
+    n_classes: int
+    n_instances: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.standard_error:.3f}"
+
+
+def class_means(values: Values, classes: Sequence[Label]) -> dict[Label, float]:
+    """Mean over the instances of each class, in the order in which classes first occur.
+
+    Parameters
+    ----------
+    values : tensor or sequence, shape (N,)
+    classes : sequence, length N
+        Class of each instance.
+    """
+    grouped = _by_class(values, classes)
+    return {label: float(group.mean()) for label, group in grouped.items()}
+
+
+def summarise(
+    values: Values,
+    classes: Sequence[Label],
+    *,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+    random_state: int | None = 0,
+) -> Summary:
+    """Mean over instances and then classes, its standard error over classes, and a bootstrap interval.
+
+    Parameters
+    ----------
+    values : tensor or sequence, shape (N,)
+        A score of each instance. Hand in differences to compare two methods image by image.
+    classes : sequence, length N
+        Class of each instance.
+    level, n_resamples, random_state
+        As in `bootstrap_interval`.
+    """
+    means = np.array(list(class_means(values, classes).values()))
+    error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
+    interval = bootstrap_interval(
+        values, classes, level=level, n_resamples=n_resamples, random_state=random_state
+    )
+    return Summary(float(means.mean()), error, interval, len(means), len(classes))
+
+
+def bootstrap_interval(
+    values: Values,
+    classes: Sequence[Label],
+    *,
+    level: float = 0.95,
+    n_resamples: int = 2000,
+    random_state: int | None = 0,
+    resample_classes: bool = False,
+) -> tuple[float, float]:
+    """Percentile interval of the mean over classes of class means.
+
+    Parameters
+    ----------
+    values : tensor or sequence, shape (N,)
+    classes : sequence, length N
+    level : float
+        Share of the resamples that lie inside.
+    n_resamples : int
+    random_state : int, optional
+        Seed; None draws a new one.
+    resample_classes : bool
+        Whether classes are drawn with replacement before their instances are. By default the classes are
+        taken as they are, and the interval speaks of these classes only.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    n_resamples = check_positive_int(n_resamples, "n_resamples")
+    generator = np.random.default_rng(random_state)
+    groups = list(_by_class(values, classes).values())
+    resampled = np.stack(
+        [group[generator.integers(len(group), size=(n_resamples, len(group)))].mean(1) for group in groups],
+        axis=1,
+    )
+    if resample_classes:
+        drawn = generator.integers(len(groups), size=resampled.shape)
+        resampled = np.take_along_axis(resampled, drawn, axis=1)
+    low, high = np.quantile(resampled.mean(1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def delta_aupc(whole: Values, disentangled: Values, classes: Sequence[Label]) -> dict[Label, float]:
+    """ΔAUPC(U) = AUPC(I, K = 1) − AUPC(U) of each class, the most disentangled class first (Note G).
+
+    Parameters
+    ----------
+    whole, disentangled : tensor or sequence, shape (N,)
+        AUPC of each image with the standard map, and with the K maps.
+    classes : sequence, length N
+    """
+    before, after = class_means(whole, classes), class_means(disentangled, classes)
+    gains = {label: before[label] - after[label] for label in before}
+    return dict(sorted(gains.items(), key=lambda item: item[1], reverse=True))
+
+
+def _by_class(values: Values, classes: Sequence[Label]) -> Mapping[Label, np.ndarray[Any, Any]]:
+    tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    if tensor.ndim != 1 or len(tensor) != len(classes) or not len(tensor):
+        raise ValueError(
+            f"values must be one number for each of the {len(classes)} instances, at least 1, got shape "
+            f"{tuple(tensor.shape)}"
+        )
+    check_finite(tensor, "values")
+    groups: dict[Label, list[float]] = {}
+    for label, value in zip(classes, tensor.tolist(), strict=True):
+        groups.setdefault(label, []).append(value)
+    return {label: np.array(group) for label, group in groups.items()}

@@ -1,0 +1,185 @@
+"""Curves of the evaluation: patch flipping, training, scores against d, K and layers, ΔAUPC by class."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..evaluation.statistics import Summary, class_means
+from ..validation import check_finite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: Lines must be told apart without colour, too.
+_MARKERS = "osD^vP*X"
+
+
+def flipping_curves(
+    share: Tensor | Sequence[float],
+    scores: Mapping[str, Tensor],
+    classes: Sequence[Hashable] | None = None,
+    ylabel: str = "rectified logit",
+) -> Figure:
+    """Patch-flipping curves of several methods, with their AUPC in the legend (Figure of Note D).
+
+    Parameters
+    ----------
+    share : tensor or sequence, shape (T + 1,)
+        Share of patches removed, from `FlippingCurves.share`.
+    scores : mapping of str to tensor, shape (N, T + 1)
+        `FlippingCurves.scores` of each method.
+    classes : sequence, length N, optional
+        Class of each image: curves are averaged over images and then classes, with a band of one standard
+        error over classes. Without it every image counts as a class.
+    ylabel : str
+    """
+    from matplotlib.figure import Figure
+
+    if not scores:
+        raise ValueError("scores must hold at least one method, got none")
+    share = torch.as_tensor(share, dtype=torch.float64)
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.subplots()
+    for number, (name, values) in enumerate(scores.items()):
+        values = torch.as_tensor(values, dtype=torch.float64)
+        if values.ndim != 2 or values.shape[1] != len(share):
+            raise ValueError(
+                f"scores of {name!r} must have shape (n_images, {len(share)}), got {tuple(values.shape)}"
+            )
+        check_finite(values, f"scores of {name!r}")
+        labels = list(range(len(values))) if classes is None else list(classes)
+        by_class = torch.tensor([list(class_means(column, labels).values()) for column in values.T]).T
+        mean = by_class.mean(0)
+        area = float(torch.trapezoid(mean.double(), share))
+        axis.plot(share, mean, marker=_MARKERS[number % 8], markersize=4, label=f"{name} ({area:.2f})")
+        if len(by_class) > 1:
+            error = by_class.std(0) / len(by_class) ** 0.5
+            axis.fill_between(share, mean - error, mean + error, alpha=0.15)
+    axis.set_xlabel("share of patches removed")
+    axis.set_ylabel(ylabel)
+    axis.set_xlim(0, 1)
+    axis.set_ylim(bottom=0)
+    axis.legend(title="method (AUPC, lower is better)", fontsize=8, title_fontsize=8)
+    _strip(axis)
+    return figure
+
+
+def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Objective against iterations, a panel for each method and a line for each class (Note E).
+
+    Parameters
+    ----------
+    histories : mapping of str to mapping of str to sequence of float
+        Method → class → `history_` of the fitted solver.
+    """
+    from matplotlib.figure import Figure
+
+    if not histories or not all(histories.values()):
+        raise ValueError("histories must hold at least one method with at least one class, got none")
+    figure = Figure(figsize=(4.2 * len(histories), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(histories), squeeze=False)[0]
+    for axis, (method, by_class) in zip(axes, histories.items(), strict=True):
+        for name, history in by_class.items():
+            axis.plot(range(len(history)), history, label=name)
+        axis.set_title(method)
+        axis.set_xlabel("iteration")
+        axis.set_xscale("symlog", linthresh=10)  # most of the gain is made at the beginning
+        axis.set_xlim(left=0)
+        _strip(axis)
+    axes[0].set_ylabel("objective")
+    if len(next(iter(histories.values()))) <= 8:
+        axes[-1].legend(fontsize=8)
+    return figure
+
+
+def scores_against(
+    x: Sequence[float] | Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[Summary]]],
+    xlabel: str,
+    references: Mapping[str, float] | None = None,
+) -> Figure:
+    """Scores against d, K or layers: a panel for each score, a line with error bars for each method (Note F).
+
+    Parameters
+    ----------
+    x : sequence of numbers or str
+        Values of d or K, drawn on a logarithmic axis, or names of layers.
+    panels : mapping of str to mapping of str to sequence of Summary
+        Score → method → a summary for each x. The bars are one standard error over classes.
+    xlabel : str
+    references : mapping of str to float, optional
+        Score → a value for a dashed line, e.g. that of no subspace projection.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, NullLocator
+
+    if not panels:
+        raise ValueError("panels must hold at least one score, got none")
+    figure = Figure(figsize=(3.9 * len(panels), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    are_names = isinstance(x[0], str)
+    places: Sequence[Any] = range(len(x)) if are_names else x
+    for axis, (score, lines) in zip(axes, panels.items(), strict=True):
+        for number, (method, summaries) in enumerate(lines.items()):
+            if len(summaries) != len(x):
+                raise ValueError(
+                    f"{method!r} must have a summary of {score!r} for each of the {len(x)} x, got "
+                    f"{len(summaries)}"
+                )
+            means = [s.mean for s in summaries]
+            errors = [s.standard_error if s.n_classes > 1 else 0.0 for s in summaries]
+            marker = _MARKERS[number % 8]
+            axis.errorbar(places, means, errors, marker=marker, markersize=5, capsize=3, label=method)
+        if references is not None and score in references:
+            axis.axhline(references[score], color="grey", linestyle="--", label="no projection")
+        if not are_names:
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_minor_locator(NullLocator())
+            axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set_xticks(list(places), [str(value) for value in x])
+        axis.set_xlabel(xlabel)
+        axis.set_title(score)
+        _strip(axis)
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def delta_aupc_bars(gains: Mapping[str, Mapping[str, float]]) -> Figure:
+    """ΔAUPC of each class, a bar for each method, the most disentangled class on top (Note G).
+
+    Parameters
+    ----------
+    gains : mapping of str to mapping of str to float
+        Method → class → ΔAUPC, from `delta_aupc`. The classes are sorted by the last method.
+    """
+    from matplotlib.figure import Figure
+
+    if not gains or not all(gains.values()):
+        raise ValueError("gains must hold at least one method with at least one class, got none")
+    order = sorted(list(gains.values())[-1].items(), key=lambda item: item[1])
+    classes = [name for name, _ in order]
+    for method, by_class in gains.items():
+        if set(by_class) != set(classes):
+            raise ValueError(f"all methods must have the same classes; {method!r} differs")
+    height = 0.8 / len(gains)
+    figure = Figure(figsize=(6.4, 0.9 + 0.42 * len(classes)), layout="constrained")
+    axis = figure.subplots()
+    for number, (method, by_class) in enumerate(gains.items()):
+        places = [row + height * (number - (len(gains) - 1) / 2) for row in range(len(classes))]
+        axis.barh(places, [by_class[name] for name in classes], height, label=method)
+    axis.set_yticks(range(len(classes)), classes)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_xlabel("ΔAUPC (higher: more disentangled)")
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], fontsize=8)  # as the bars lie
+    _strip(axis)
+    return figure
+
+
+def _strip(axis: Axes) -> None:
+    axis.spines[["top", "right"]].set_visible(False)

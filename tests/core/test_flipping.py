@@ -1,0 +1,341 @@
+"""Patch flipping: hand-computed curves, the union rule, fills, and bad input."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drsa_core.evaluation import (
+    FILLS,
+    Preprocessing,
+    check_maps,
+    patch_flipping,
+    patch_grid,
+    patch_relevance,
+    removal_counts,
+    removal_ranks,
+)
+from torch import Tensor, nn
+
+IDENTITY = (0.0, 1.0)  # inputs are pixels; the network's zero is black
+
+
+def contributions(*rows: list[float], size: int = 4) -> Tensor:
+    """Weights (1, H, W) of a linear model that gives each patch of ones the value in `rows`."""
+    values = torch.tensor(rows, dtype=torch.float64)
+    return values.repeat_interleave(size, 0).repeat_interleave(size, 1)[None] / size**2
+
+
+class Linear(nn.Module):
+    """f(x) = (w·x, −w·x)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = (x * self.weight).flatten(1).sum(1)
+        return torch.stack([score, -score], 1)
+
+
+def flip(weight: Tensor, maps: Tensor, target: int = 0, **options):
+    inputs = torch.ones(len(maps), *weight.shape, dtype=torch.float64)
+    options = {"patch_size": 4, "fill": "constant", "schedule": "single", **options}
+    return patch_flipping(Linear(weight).eval(), inputs, maps, target, IDENTITY, **options)
+
+
+# ---------------------------------------------------------------------- the curve and its area
+
+
+def test_linear_model_with_two_patches() -> None:
+    weight = contributions([2.0, 1.0])
+    right, wrong = flip(weight, weight[None]), flip(weight, -weight[None])
+    assert right.share.tolist() == [0, 0.5, 1]
+    torch.testing.assert_close(right.scores, torch.tensor([[3.0, 1, 0]], dtype=torch.float64))
+    # ½ (3 + 1)/2 + ½ (1 + 0)/2 and, with the less relevant patch first, ½ (3 + 2)/2 + ½ (2 + 0)/2
+    assert right.aupc.item() == pytest.approx(1.25, abs=1e-12)
+    assert wrong.aupc.item() == pytest.approx(1.75, abs=1e-12)
+
+
+def test_nine_patches_go_in_squares() -> None:
+    weight = contributions([5.0, 1, 4], [2, 9, 3], [6, 8, 7])
+    curves = flip(weight, weight[None], schedule="squares")
+    # 1, then 4 more, then the rest: 45, 45 − 9, 36 − (8 + 7 + 6 + 5), 0
+    assert (curves.share * 9).tolist() == pytest.approx([0, 1, 5, 9])
+    torch.testing.assert_close(curves.scores, torch.tensor([[45.0, 36, 10, 0]], dtype=torch.float64))
+    assert curves.aupc.item() == pytest.approx(1 / 9 * 40.5 + 4 / 9 * 23 + 4 / 9 * 5, abs=1e-12)
+    torch.testing.assert_close(curves.removed, curves.share[None])
+
+
+def test_the_output_is_rectified() -> None:
+    weight = contributions([2.0, -3.0])
+    curves = flip(weight, weight[None], target=1)  # −f: 1, then 3 without the first patch, then 0
+    torch.testing.assert_close(curves.scores, torch.tensor([[1.0, 3, 0]], dtype=torch.float64))
+    assert flip(weight, weight[None]).scores.tolist() == [[0, 0, 0]]
+
+
+class TwoPatches(nn.Module):
+    """f = 2 min(p₀, ½) + max(0, p₁ − ½), with p the means of the two patches; it saturates on the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x[..., :4].mean((1, 2, 3)), x[..., 4:].mean((1, 2, 3))
+        return (2 * first.clamp(max=0.5) + (second - 0.5).relu())[:, None]
+
+
+def test_two_patch_network_with_two_concepts() -> None:
+    # Two images; p = (1, 1) and (¼, 1), so that f = 1.5 and 1.
+    x = torch.ones(2, 1, 4, 8)
+    x[1, ..., :4] = 0.25
+    maps = torch.zeros(2, 2, 1, 4, 8)
+    maps[:, 0, ..., :4], maps[:, 1, ..., 4:] = 1.0, 0.5  # concept 1 is patch 0, concept 2 is patch 1
+    options: dict[str, Any] = {"patch_size": 4, "fill": "constant", "schedule": "single"}
+    both = patch_flipping(TwoPatches().eval(), x, maps, 0, IDENTITY, **options)
+    # The union is everything after the first step; the second step changes nothing.
+    assert both.scores.tolist() == [[1.5, 0, 0], [1, 0, 0]]
+    assert both.removed.tolist() == [[0, 1, 1], [0, 1, 1]]
+    assert both.aupc.tolist() == [0.375, 0.25]
+    assert both.aupc_of_removed.tolist() == [0.75, 0.5]
+    one = patch_flipping(TwoPatches().eval(), x, maps.sum(1), [0, 0], IDENTITY, **options)
+    assert one.scores.tolist() == [[1.5, 0.5, 0], [1, 0.5, 0]]
+    assert one.aupc.tolist() == [0.5 + 0.125, 0.375 + 0.125]
+
+
+def test_every_colour_channel_is_removed() -> None:
+    weight = torch.eye(3, dtype=torch.float64)[:, :, None, None] * contributions([2.0, 1.0])[None]
+    inputs = torch.ones(1, 3, 4, 8, dtype=torch.float64)
+    for channel in range(3):
+        maps = torch.zeros_like(inputs)
+        maps[:, 1] = contributions([2.0, 1.0])  # the explanation looks at green only
+        model = Linear(weight[channel].expand(3, 4, 8)).eval()
+        curves = patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4, fill="constant")
+        torch.testing.assert_close(curves.scores, torch.tensor([[3.0, 1, 0]], dtype=torch.float64))
+
+
+def test_batches_workers_and_order_of_images_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(5, 3, 32, 32, generator=generator)
+    maps = torch.randn(5, 2, 3, 32, 32, generator=generator)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(7)).eval().double()
+    inputs, maps = inputs.double(), maps.double()
+    model(inputs)
+    target = torch.tensor([0, 1, 2, 3, 4])
+    reference = patch_flipping(model, inputs, maps, target, IDENTITY, patch_size=8, workers=1, batch_size=64)
+    for batch_size, workers in ((1, 1), (7, 4)):
+        again = patch_flipping(
+            model, inputs, maps, target, IDENTITY, patch_size=8, workers=workers, batch_size=batch_size
+        )
+        torch.testing.assert_close(again.scores, reference.scores, rtol=0, atol=1e-12)
+    backwards = patch_flipping(model, inputs.flip(0), maps.flip(0), target.flip(0), IDENTITY, patch_size=8)
+    torch.testing.assert_close(backwards.aupc.flip(0), reference.aupc, rtol=0, atol=1e-12)
+    # A literal loop: after each step remove what any concept has removed so far.
+    for n in range(5):
+        for step, count in enumerate(removal_counts(16)):
+            gone = set()
+            for k in range(2):
+                sums = [
+                    (-float(maps[n, k, :, r : r + 8, c : c + 8].sum()), 4 * (r // 8) + c // 8)
+                    for r, c in itertools.product(range(0, 32, 8), repeat=2)
+                ]
+                gone |= {patch for _, patch in sorted(sums)[:count]}
+            mask = np.kron(np.isin(np.arange(16), list(gone)).reshape(4, 4), np.ones((8, 8))).astype(bool)
+            filled = FILLS["telea"](inputs[n].numpy(), mask, np.zeros(3)) if gone else inputs[n].numpy()
+            image = np.where(mask, filled, inputs[n].numpy())
+            score = model(torch.from_numpy(image)[None])[0, target[n]].clamp(min=0).detach()
+            assert float(score) == pytest.approx(float(reference.scores[n, step]), abs=1e-6)
+
+
+def test_random_maps_are_no_better_than_the_right_one() -> None:
+    weight = contributions(*torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).tolist())
+    best = flip(weight, weight[None]).aupc.item()
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        assert flip(weight, torch.randn(1, 1, 16, 16, generator=generator)).aupc.item() >= best - 1e-12
+
+
+# ---------------------------------------------------------------------- which patches, and when
+
+
+def test_union_rule_on_a_two_concept_explanation() -> None:
+    """As in the paper's Figure 6: two concepts on a grid, and what is gone after the first three steps."""
+    first = torch.tensor([[9, 8, 1, 0], [7, 6, 2, 0], [5, 3, 0, 0], [4, 0, 0, 0]], dtype=torch.float64)
+    second = torch.tensor([[0, 0, 0, 4], [0, 0, 3, 5], [0, 2, 6, 7], [0, 1, 8, 9]], dtype=torch.float64)
+    ranks = removal_ranks(torch.stack([first, second]).reshape(1, 2, 16)).reshape(4, 4)
+    counts = removal_counts(16)
+    assert counts == [0, 1, 5, 14, 16]
+    expected = {
+        1: ["X...", "....", "....", "...X"],
+        2: ["XX..", "XX.X", "X.XX", "..XX"],
+        # Both have named 14 of 16; the ones each leaves out are removed by the other.
+        3: ["XXXX", "XXXX", "XXXX", "XXXX"],
+    }
+    for step, rows in expected.items():
+        assert ["".join("X" if gone else "." for gone in row) for row in ranks < counts[step]] == rows
+    assert removal_counts(16, "square totals") == [0, 1, 4, 9, 16]
+    rows = ["".join("X" if gone else "." for gone in row) for row in ranks < 4]
+    assert rows == ["XX..", "XX..", "..XX", "..XX"]
+
+
+def test_a_224_image_takes_8_steps_or_14() -> None:
+    assert removal_counts(196) == [0, 1, 5, 14, 30, 55, 91, 140, 196]
+    assert removal_counts(196, "square totals") == [tau**2 for tau in range(15)]
+    assert removal_counts(3, "single") == [0, 1, 2, 3]
+    assert removal_counts(10, [4, 10]) == [0, 4, 10]
+
+
+def test_ties_go_in_the_order_of_the_patches() -> None:
+    assert removal_ranks(torch.zeros(1, 3, 6)).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert removal_ranks(torch.tensor([[[1.0, 2, 1, 2, 1]]])).tolist() == [[2, 0, 3, 1, 4]]
+
+
+def test_patch_relevance_is_the_sum_over_pixels_and_channels() -> None:
+    maps = torch.arange(2 * 3 * 4 * 4, dtype=torch.float64).reshape(1, 2, 3, 4, 4)
+    found = patch_relevance(maps, patch_grid(4, 4, 2))
+    assert found[0, 1, 2] == maps[0, 1, :, 2:, :2].sum()
+    assert found.shape == (1, 2, 4)
+
+
+def test_patches_at_the_edge_are_smaller_and_a_warning_says_so() -> None:
+    with pytest.warns(UserWarning, match="4 × 4 do not divide an image of 6 × 9"):
+        grid = patch_grid(6, 9, 4)
+    assert grid[:, 0].tolist() == [0, 0, 0, 0, 3, 3]
+    assert grid[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+
+
+# ---------------------------------------------------------------------- fills and preprocessing
+
+
+def test_telea_continues_what_surrounds_a_hole_and_keeps_the_rest() -> None:
+    image = np.full((3, 16, 16), 0.2)
+    image[0], image[:, 4:8, 4:8] = 0.6, 1.0
+    mask = np.zeros((16, 16), dtype=bool)
+    mask[4:8, 4:8] = True
+    filled = FILLS["telea"](image, mask, np.zeros(3))
+    expected = np.array([0.6, 0.2, 0.2])[:, None, None] * np.ones((3, 16, 16))
+    # OpenCV rounds inside: up to 2 of 255 steps away, where the hole itself was 102 steps away or more.
+    np.testing.assert_allclose(filled, expected, atol=2.01 / 255)
+    grey = FILLS["telea"](image[:1], mask, np.zeros(1))
+    np.testing.assert_allclose(grey, expected[:1], atol=2.01 / 255)
+
+
+def test_nothing_of_an_image_that_is_removed_altogether_comes_back() -> None:
+    """OpenCV returns an image that is masked everywhere as it came."""
+    image = np.random.default_rng(0).random((3, 8, 8))
+    neutral = np.array([0.1, 0.2, 0.3])
+    for name in ("telea", "mean", "constant"):
+        filled = FILLS[name](image, np.ones((8, 8), dtype=bool), neutral)
+        np.testing.assert_allclose(filled, neutral[:, None, None] * np.ones((3, 8, 8)))
+
+
+def test_mean_and_blur() -> None:
+    image = np.zeros((1, 4, 4))
+    image[0, :, 2:] = [[0.5, 1.0]]
+    mask = np.zeros((4, 4), dtype=bool)
+    mask[:, 3] = True
+    assert FILLS["mean"](image, mask, np.zeros(1))[0, 0, 3] == pytest.approx(0.5 / 3)
+    blurred = FILLS["blur"](image, mask, np.zeros(1))
+    assert blurred.std() < 0.1 * image.std()
+    assert image.min() < blurred.min() <= blurred.max() < image.max()
+
+
+@pytest.mark.parametrize("fill", [*FILLS, lambda image, mask, neutral: 1 - image])
+def test_fills_by_name_and_as_functions(fill) -> None:
+    weight = contributions([2.0, 1.0])
+    curves = flip(weight, weight[None], fill=fill)
+    assert curves.scores[0, 0] == 3
+    assert curves.fill_seconds > 0
+    assert curves.network_seconds > 0
+
+
+def test_mean_and_std_or_a_pair_of_functions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, std = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
+    pixels = torch.rand(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    shift, scale = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (mean, std))
+    inputs = (pixels - shift) / scale
+    maps = torch.randn(2, 3, 8, 8, generator=generator)
+    model = Linear(torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)).eval()
+    by_numbers = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4)
+    functions = Preprocessing(lambda x: x * scale + shift, lambda x: (x - shift) / scale)
+    by_functions = patch_flipping(model, inputs, maps, 0, functions, patch_size=4)
+    torch.testing.assert_close(by_numbers.scores, by_functions.scores, rtol=0, atol=1e-12)
+    # Nothing left: the network sees 0.
+    constant = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4, fill="constant")
+    torch.testing.assert_close(constant.scores[:, -1], torch.zeros(2, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(constant.scores[:, 0], model(inputs)[:, 0].clamp(min=0), rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_bad_input_is_named() -> None:
+    weight = contributions([2.0, 1.0])
+    maps = weight[None]
+    with pytest.raises(ValueError, match=r"maps \(relevance\) has 1 NaN or Inf values, the first at index"):
+        flip(weight, _with_nan(maps))
+    with pytest.raises(ValueError, match=r"with the \(N, C, H, W\) = \(1, 1, 4, 8\) of the inputs"):
+        flip(weight, maps[..., :4])
+    with pytest.raises(ValueError, match="expected maps of K = 4 concepts, got K = 2"):
+        check_maps(torch.zeros(1, 2, 1, 4, 8), n_subspaces=4)
+    with pytest.raises(ValueError, match=r"\(N, K, C, H, W\), or \(N, C, H, W\) for K = 1"):
+        check_maps(torch.zeros(4, 8))
+    with pytest.raises(TypeError, match="torch tensor, got ndarray"):
+        check_maps(np.zeros((1, 1, 4, 8)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"target must be between 0 and 1, the last output, got \[2\]"):
+        flip(weight, maps, target=2)
+    with pytest.raises(ValueError, match="one for each of the 1 images, got 2"):
+        flip(weight, maps, target=[0, 1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="target must be an integer"):
+        flip(weight, maps, target=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one of telea, mean, blur, constant, got 'snow'"):
+        flip(weight, maps, fill="snow")
+    with pytest.raises(ValueError, match="one of squares, square totals, single or a sequence, got 'cubes'"):
+        flip(weight, maps, schedule="cubes")
+    for schedule in ([1], [2, 1, 2], []):
+        with pytest.raises(ValueError, match="increasing numbers of removed patches that end with all 2"):
+            flip(weight, maps, schedule=schedule)
+    with pytest.raises(ValueError, match="patch_size must be at most the image's 4 × 8, got 5"):
+        flip(weight, maps, patch_size=5)
+    with pytest.raises(ValueError, match=r"pixels must lie in \[0, 1\], but .* go from 3 to 3"):
+        patch_flipping(Linear(weight).eval(), torch.ones(1, 1, 4, 8), maps, 0, (2.0, 1.0), patch_size=4)
+    with pytest.raises(ValueError, match="std positive"):
+        Preprocessing.from_mean_std(0.0, 0.0)
+    with pytest.raises(ValueError, match="in training mode"):
+        patch_flipping(Linear(weight), torch.ones(1, 1, 4, 8), maps, 0, IDENTITY, patch_size=4)
+    with pytest.raises(ValueError, match="must return a tensor"):
+        patch_flipping(lambda x: x.sum(), torch.ones(1, 1, 4, 8), maps, 0, IDENTITY, patch_size=4)
+    with pytest.raises(ValueError, match="the model's output has 1 NaN"):
+        patch_flipping(
+            lambda x: torch.full((len(x), 1), torch.nan),
+            torch.ones(1, 1, 4, 8),
+            maps,
+            0,
+            IDENTITY,
+            patch_size=4,
+            batch_size=1,
+        )
+
+
+def _with_nan(maps: Tensor) -> Tensor:
+    maps = maps.clone()
+    maps[0, 0, 0, 3] = torch.nan
+    return maps
+
+
+def test_an_error_in_the_network_ends_the_workers_and_leaves_the_model() -> None:
+    weight = contributions([2.0, 1.0])
+    model = Linear(weight).eval()
+    calls = []
+
+    def failing(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return model(x)
+
+    with pytest.raises(KeyboardInterrupt):
+        patch_flipping(failing, torch.ones(1, 1, 4, 8), weight[None], 0, IDENTITY, patch_size=4, batch_size=1)
+    assert calls == [1, 1]
+    assert torch.equal(model.weight, weight)
