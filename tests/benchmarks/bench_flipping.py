@@ -2,19 +2,24 @@
 
 The 20 photographs are crops of scikit-image's cat, the maps smooth noise: time hardly depends on them.
 
-    PYTHONPATH=examples python tests/benchmarks/bench_flipping.py
+    python tests/benchmarks/bench_flipping.py
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
+from pathlib import Path
 
 import torch
 from drsa_core.evaluation import patch_flipping
-from efficientnet_lite0 import load_model
-from quickstart import cat
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from efficientnet_lite0 import load_model, to_input  # noqa: E402
+from photographs import package_photos, random_crops  # noqa: E402
 
 
 def main() -> None:
@@ -27,7 +32,8 @@ def main() -> None:
     parser.add_argument("--fill", default="telea", help="default: %(default)s")
     options = parser.parse_args()
     model = load_model().to(memory_format=torch.channels_last)
-    inputs = cat(options.images)[1].contiguous(memory_format=torch.channels_last)
+    crops = random_crops(package_photos()["cat"](), options.images)
+    inputs = torch.stack([to_input(crop) for crop in crops]).contiguous(memory_format=torch.channels_last)
     print(f"{len(inputs)} images, {options.fill}, {torch.get_num_threads()} threads for the network")
     print("| K | workers | seconds per image | inpainting | network |\n|---|---|---|---|---|")
     for k in options.concepts:
