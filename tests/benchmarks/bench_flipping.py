@@ -18,8 +18,8 @@ from drsa_core.evaluation import patch_flipping
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from efficientnet_lite0 import load_model, to_input  # noqa: E402
-from photographs import package_photos, random_crops  # noqa: E402
+from efficientnet_lite0 import load_model, to_input
+from photographs import package_photos, random_crops
 
 
 def main() -> None:
