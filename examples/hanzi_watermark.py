@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +16,10 @@ import skimage.data
 import torch
 from drsa_core.cleverhans import ranks
 from efficientnet_lite0 import load_model, load_photo
+from photographs import foolbox_files, photo_files
 from torch import Tensor
 
 CARTON = 478
-SUFFIXES = {".jpg", ".jpeg", ".png"}
-
-
-def photos_in(folder: Path) -> list[Path]:
-    """Photographs in a folder and the folders in it."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
-    if not files:
-        raise SystemExit(f"no photographs (.jpg, .jpeg, .png) in {folder}")
-    return files
 
 
 def labelled_photos(folder: Path | None = None, limit: int | None = None) -> tuple[Tensor, Tensor]:
@@ -37,13 +28,12 @@ def labelled_photos(folder: Path | None = None, limit: int | None = None) -> tup
     The class is the number with which the name of the file or of its folder begins; −1 if there is none.
     """
     if folder is None:
-        spec = find_spec("foolbox")
-        if spec is None or spec.origin is None:
+        files = list(foolbox_files())[:limit]
+        if not files:
             raise SystemExit("foolbox is not installed; give photographs with --images FOLDER")
-        files = sorted((Path(spec.origin).parent / "data").glob("imagenet_*.jpg"))[:limit]
         labels = [int(file.stem.split("_")[-1]) for file in files]
     else:
-        files = photos_in(folder)[:limit]
+        files = photo_files(folder)[:limit]
         begins = [re.match(r"\d{3}_", f.name) or re.match(r"\d{3}_", f.parent.name) for f in files]
         labels = [-1 if begin is None else int(begin[0][:3]) for begin in begins]
     return torch.stack([load_photo(file) for file in files]), torch.tensor(labels)
@@ -52,7 +42,7 @@ def labelled_photos(folder: Path | None = None, limit: int | None = None) -> tup
 def photos_to_learn_from(folder: Path | None = None) -> list[Tensor]:
     """Photographs (1, 3, H, W) of a folder, or scikit-image's own, as the network expects them."""
     if folder is not None:
-        return [load_photo(file, 256)[None] for file in photos_in(folder)]
+        return [load_photo(file, 256)[None] for file in photo_files(folder)]
     data = skimage.data
     arrays = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), *data.stereo_motorcycle()[:2]]
     arrays += [np.stack([grey] * 3, 2) for grey in (data.camera(), data.brick(), data.grass(), data.gravel())]

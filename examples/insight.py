@@ -21,7 +21,8 @@ from drsa_core import DRSA
 from drsa_core.matching import ClassConceptTable, match_concepts
 from drsa_core.plot import concept_maps, relevance_boxes, relevance_scatter
 from efficientnet_lite0 import composite_for, load_model, load_photo
-from hanzi_watermark import crops, labelled_photos, photos_in
+from hanzi_watermark import crops, labelled_photos
+from photographs import photo_files
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from zennit.attribution import Gradient
@@ -39,7 +40,7 @@ def load_classes(folder: Path, limit: int | None) -> tuple[Tensor, Tensor, dict[
         if match is None:
             raise SystemExit(f"{class_folder} must be named by index and name of its class, as in 281_tabby")
         names[int(match[1])] = match[2].replace("_", " ")
-        for file in photos_in(class_folder)[:limit]:
+        for file in photo_files(class_folder)[:limit]:
             images.append(load_photo(file))
             labels.append(int(match[1]))
     if len(names) < 2:

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import foolbox
 import known_concepts
 import torch
 from drsa_core import PRCA, Subspaces
@@ -36,7 +35,7 @@ from drsa_core.manipulation import (
 from drsa_core.plot import manipulated_map
 from drsa_core.synthetic import PlantedConcepts
 from efficientnet_lite0 import HIGH, LOW, composite_for, load_model, load_photo, to_input
-from photographs import package_photos, random_crops
+from photographs import foolbox_files, package_photos, photo_files, random_crops
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.core import Composite
@@ -112,17 +111,12 @@ class Case:
             return attributor(x, relevance)[1].detach().sum(2)
 
 
-def pictures(folder: Path) -> list[Path]:
-    """Photographs in a folder, in order."""
-    return sorted(f for f in folder.iterdir() if f.suffix.lower() in {".jpg", ".jpeg", ".png"})
-
-
 def lite0(options: argparse.Namespace) -> Case:
     """EfficientNet-Lite0 on photographs."""
     model, size = load_model().requires_grad_(False), options.size
     if options.train:
-        train = torch.stack([load_photo(file, size) for file in pictures(options.train)])
-        photos = torch.stack([load_photo(file, size) for file in pictures(options.photos)])
+        train = torch.stack([load_photo(file, size) for file in photo_files(options.train)])
+        photos = torch.stack([load_photo(file, size) for file in photo_files(options.photos)])
     else:
         cat = package_photos()["cat"]()
         crops = torch.stack([to_input(crop, size) for crop in (cat, *random_crops(cat, options.crops + 20))])
@@ -133,8 +127,7 @@ def lite0(options: argparse.Namespace) -> Case:
         photos = photos[model(photos).argmax(1) == target][: options.count]
     if not len(photos):
         raise SystemExit(f"none of the photographs is predicted as class {target}")
-    folder = options.targets or Path(foolbox.__file__).parent / "data"
-    files = [f for f in pictures(folder) if options.targets or f.name.startswith("imagenet")]
+    files = photo_files(options.targets) if options.targets else list(foolbox_files())
     others = torch.stack([load_photo(file, size) for file in files[: len(photos)]])
     layer = options.layer or "blocks.4"
     return Case(model, composite_for, layer, target, train, photos, others, (LOW, HIGH))

@@ -35,7 +35,7 @@ def package_photos() -> dict[str, Callable[[], Image.Image]]:
         "coffee": lambda: _middle(Image.fromarray(skimage.data.coffee())),
         "rocket": lambda: _middle(Image.fromarray(skimage.data.rocket())),
     }
-    for file in _foolbox_files():
+    for file in foolbox_files():
         name = class_name(int(file.stem.split("_")[-1]))
         while name in photos:  # there are two jeeps
             name += " 2"
@@ -43,12 +43,17 @@ def package_photos() -> dict[str, Callable[[], Image.Image]]:
     return photos
 
 
-def folder_photos(folder: Path) -> list[Image.Image]:
-    """All photographs of a folder, in the order of their names."""
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in FILE_TYPES)
+def photo_files(folder: Path) -> list[Path]:
+    """The photographs in a folder and in the folders in it, in order."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in FILE_TYPES)
     if not files:
         raise ValueError(f"no photographs ({', '.join(FILE_TYPES)}) in {folder}")
-    return [Image.open(file) for file in files]
+    return files
+
+
+def folder_photos(folder: Path) -> list[Image.Image]:
+    """All photographs of a folder, in the order of their names."""
+    return [Image.open(file) for file in photo_files(folder)]
 
 
 def random_crops(photo: Image.Image, n_crops: int, seed: int = 0) -> list[Image.Image]:
@@ -66,7 +71,8 @@ def random_crops(photo: Image.Image, n_crops: int, seed: int = 0) -> list[Image.
     return crops
 
 
-def _foolbox_files() -> Iterator[Path]:
+def foolbox_files() -> Iterator[Path]:
+    """The files of foolbox's photographs, none if it is not installed; names end in the class."""
     # The package itself need not be imported: that would take a second, and frameworks that are not needed.
     found = importlib.util.find_spec("foolbox")
     for place in (found.submodule_search_locations or []) if found else []:

@@ -1,4 +1,4 @@
-"""Targets, inputs, arguments, contexts and errors."""
+"""Targets, inputs, arguments, and contexts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from captum.attr import (
     LRP,
     DeepLift,
     FeatureAblation,
-    GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
     LayerDeepLift,
     LayerGradientXActivation,
-    LayerIntegratedGradients,
-    LayerLRP,
     NoiseTunnel,
     Saliency,
     ShapleyValueSampling,
@@ -32,7 +29,6 @@ from captum_drsa import (
     ShapleyContext,
 )
 from tests.captum_adapter.networks import Tokens, TwoInputs, conv_net, images, subspaces
-from tests.model_state import model_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:Input Tensor")
 
@@ -328,139 +324,6 @@ def test_lower_part_is_shared_in_step_1() -> None:
     split(IntegratedGradients(model)).context(images(1), 1)
     assert rows["above"] >= 100
     assert rows["below"] <= 10
-
-
-# ---------------------------------------------------------------------- errors
-
-
-def test_methods_that_cannot_be_wrapped() -> None:
-    model = conv_net()
-    for method in (
-        GuidedBackprop(model),
-        LayerLRP(model, model.top[0]),
-        LayerIntegratedGradients(model, model.top[0]),
-        NoiseTunnel(LRP(model)),
-        NoiseTunnel(ShapleyValueSampling(model)),
-        model,
-    ):
-        with pytest.raises(
-            TypeError, match=r"cannot be split into concepts\. These can: IntegratedGradients"
-        ):
-            split(method)
-
-
-def test_layers_that_do_not_belong() -> None:
-    model = conv_net()
-    with pytest.raises(ValueError, match="not a module of this ConvNet"):
-        split(InputXGradient(model), conv_net().features[4])
-    with pytest.raises(ValueError, match="did you mean"):
-        split(InputXGradient(model), "feature.4")
-    with pytest.raises(ValueError, match="give the layer as a module"):
-        split(InputXGradient(lambda x: model(x)), "features.4")
-    other = DisentangledAttribution(InputXGradient(lambda x: model(x)), conv_net().features[4], subspaces(8))
-    with pytest.raises(ValueError, match="did not reach layer"):
-        other.attribute(images(), target=1)
-
-
-def test_subspaces_that_do_not_fit() -> None:
-    model = conv_net()
-    before = model_state(model)
-    for method in (InputXGradient, LRP, IntegratedGradients):
-        with pytest.raises(ValueError, match=r"have 7 features, but the activation .* \(2, 8, 6, 6\)"):
-            split(method(model), n_features=7).attribute(images(), target=1)
-    with pytest.raises(TypeError, match=r"must be a drsa_core\.Subspaces"):
-        DisentangledAttribution(InputXGradient(model), "features.4", torch.eye(8))  # type: ignore[arg-type]
-    assert model_state(model) == before
-
-
-def test_before_fit() -> None:
-    da = DisentangledAttribution(InputXGradient(conv_net()), "features.4")
-    for call in (da.attribute, da.concept_relevance, da.total_relevance):
-        with pytest.raises(ValueError, match="call fit"):
-            call(images(), target=1)
-
-
-class Detached(nn.Module):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.lower, self.layer, self.side, self.head = (
-            nn.Linear(4, 6),
-            nn.ReLU(),
-            nn.Linear(4, 6),
-            nn.Linear(6, 2),
-        )
-        self.where = where
-
-    def forward(self, x: Tensor):
-        below = self.lower(x)
-        a = self.layer(below.detach() if self.where == "below" else below)
-        return self.head(
-            a.detach() if self.where == "above" else self.side(x) if self.where == "aside" else a
-        )
-
-
-@pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, LRP])
-@pytest.mark.parametrize("where", ["above", "aside", "below"])
-def test_layers_without_a_gradient_path(method, where: str) -> None:
-    da = split(method(Detached(where)), "layer", 6)
-    expected = "to every input" if where == "below" else "no gradient flows from the explained score"
-    with pytest.raises(ValueError, match=expected):
-        da.attribute(torch.randn(2, 4), target=1)
-
-
-def test_layers_that_run_twice_or_return_no_tensor() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.recurrent = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True)
-
-        def forward(self, x: Tensor):
-            return self.layer(self.layer(x)) + self.recurrent(x[:, None])[0][:, 0]
-
-    for method in (InputXGradient, IntegratedGradients):
-        with pytest.raises(ValueError, match="runs more than once"):
-            split(method(Twice()), "layer", 4).attribute(torch.randn(2, 4), target=1)
-        with pytest.raises(TypeError, match="must return one tensor"):
-            split(method(Twice()), "recurrent", 4).attribute(torch.randn(2, 4), target=1)
-
-
-@pytest.mark.parametrize("method", [InputXGradient, LRP, IntegratedGradients, ShapleyValueSampling])
-@pytest.mark.parametrize("target", [17, [1, 17], torch.tensor([1, 2, 3]), (1, 2), [1, 2, 3], None])
-def test_targets_out_of_range(method, target) -> None:
-    model = conv_net()
-    before = model_state(model)
-    with pytest.raises(ValueError, match="target"):
-        split(method(model)).attribute(images(), target=target)
-    assert model_state(model) == before
-
-
-def test_bad_callable_target() -> None:
-    with pytest.raises(ValueError, match="one score for each of the 2 rows"):
-        split(InputXGradient(conv_net())).attribute(images(), target=lambda y: y[:, :2])
-
-
-def test_bad_inputs() -> None:
-    model = conv_net()
-    for method in (InputXGradient(model), LRP(model), NoiseTunnel(Saliency(model))):
-        with pytest.raises(TypeError, match="needs floating-point inputs"):
-            split(method).attribute(torch.ones(2, 3, 12, 12, dtype=torch.long), target=1)
-    with pytest.raises(TypeError, match="inputs must be a tensor"):
-        split(InputXGradient(model)).attribute([images()], target=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="same number of examples"):
-        split(InputXGradient(model)).attribute((images(2), images(3)), target=1)
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        split(InputXGradient(model)).attribute(images() * float("nan"), target=1)
-    with pytest.raises(ValueError, match="context_method must be one of"):
-        split(InputXGradient(model), context_method="shap")
-    with pytest.raises(TypeError):
-        split(InputXGradient(model)).attribute(images(), target=1, n_steps=3)
-
-
-def test_delta_where_there_is_none() -> None:
-    model = conv_net()
-    for method in (Saliency(model), ShapleyValueSampling(model), NoiseTunnel(IntegratedGradients(model))):
-        with pytest.raises(ValueError, match="has no convergence delta"):
-            split(method).attribute(images(), target=1, return_convergence_delta=True)
 
 
 def test_dual_subspaces() -> None:
