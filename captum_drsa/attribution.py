@@ -7,15 +7,24 @@ from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import torch
-from captum.attr import LRP, Attribution, DeepLiftShap, GradientShap, NoiseTunnel
+from captum.attr import (
+    LRP,
+    Attribution,
+    DeepLiftShap,
+    GradientShap,
+    InputXGradient,
+    NoiseTunnel,
+    Saliency,
+)
 from drsa_core import DRSA, Pairs, PairStore, Subspaces, find_layer, model_fingerprint
 from drsa_core.validation import check_finite
 from torch import Tensor, nn
 
 from ._captum import draw_baselines, logged
 from .collect import pairs_from_loader
-from .context import ContextMethod, ShapleyContext
-from .explain import explain_by_gradient, explain_by_perturbation, explain_by_surrogate
+from .context import ContextMethod, GradientContext, ShapleyContext
+from .explain import explain_at_input, explain_by_gradient, explain_by_perturbation, explain_by_surrogate
+from .gradient_pass import GradientPass
 from .lrp import LRPPass
 from .methods import Family, choose_context, family_of, innermost
 from .relevance_model import RelevanceModel, baseline_relevance
@@ -157,6 +166,8 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         with preserved(self._model or self.layer):
             if isinstance(self.attribution_method, LRP):
                 maps, delta = self._attribute_lrp(request, subspaces, return_convergence_delta, **kwargs)
+            elif self._looks_at_the_input_alone and isinstance(self._context_method, GradientContext):
+                maps, delta = self._attribute_in_one_pass(request, subspaces, kwargs), None
             else:
                 maps, delta = self._attribute_two_steps(request, subspaces, return_convergence_delta, kwargs)
         result = maps if isinstance(inputs, tuple) else maps[0]
@@ -280,6 +291,16 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         relevance = subspaces.relevance(backward.activation, context, self.channel_dim)
         return maps, relevance.movedim(self.channel_dim, 1).flatten(2).sum(2) - _sum_of_pixels(maps)
 
+    def _attribute_in_one_pass(
+        self, request: Request, subspaces: Subspaces, options: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Step 2 goes on with the forward pass of step 1, as the method asks for no other."""
+        backward = GradientPass(request)
+        self._check_step_1(request, backward.activation, backward.context)
+        self._check_fits(backward.activation, subspaces)
+        gradients = backward.through(subspaces, self.channel_dim)
+        return explain_at_input(self.attribution_method, request, gradients, options)
+
     def _attribute_two_steps(
         self, request: Request, subspaces: Subspaces, with_delta: bool, options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -309,6 +330,10 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             at_input = model.relevance(activation, example)
             distribution = self._baselines_are_a_distribution
             return at_input - baseline_relevance(request, model, baselines, distribution)
+
+    @property
+    def _looks_at_the_input_alone(self) -> bool:
+        return isinstance(self.attribution_method, InputXGradient | Saliency)
 
     @property
     def _baselines_are_a_distribution(self) -> bool:

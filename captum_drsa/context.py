@@ -12,6 +12,7 @@ from captum.attr import IntegratedGradients, LayerAttribution, ShapleyValueSampl
 from drsa_core import context_from_relevance
 from torch import Tensor
 
+from .cut import Cut, gradient_at_layer
 from .request import Request
 from .upper_network import UpperNetwork
 
@@ -52,8 +53,7 @@ class IntegratedGradientsContext:
         def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
             # Without the product with a − 0 the integral itself is returned: nothing is divided by a.
             method = IntegratedGradients(upper, multiply_by_inputs=False)
-            # Large batches read the weights of the upper network less often.
-            size = self.internal_batch_size or max(1, 2**27 // activation.nbytes)
+            size = self.internal_batch_size or _rows(activation)
             context: Tensor = method.attribute(
                 activation, n_steps=self.n_steps, internal_batch_size=min(size, self.n_steps)
             )
@@ -74,14 +74,14 @@ class ShapleyContext:
     ----------
     n_samples : int
         Random permutations. Default 25, as in Note D.
-    perturbations_per_eval : int
-        Activations per run of the upper network: bounds the memory.
+    perturbations_per_eval : int, optional
+        Activations per run of the upper network: bounds the memory. Default: as many as 128 MB hold.
     show_progress : bool
         Captum's progress bar, one per example.
     """
 
     n_samples: int = 25
-    perturbations_per_eval: int = 32
+    perturbations_per_eval: int | None = None
     show_progress: bool = False
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
@@ -89,19 +89,22 @@ class ShapleyContext:
         dim = request.channel_dim
 
         def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
-            players = [1] * activation.ndim
-            players[dim] = activation.shape[dim]
-            mask = torch.arange(activation.shape[dim], device=activation.device).reshape(players)
-            relevance = ShapleyValueSampling(upper).attribute(
-                activation,
-                feature_mask=mask,
+            n_maps = activation.shape[dim]
+            shape = [1] * activation.ndim
+            shape[dim] = n_maps
+            positions = [axis for axis in range(activation.ndim) if axis != dim % activation.ndim]
+
+            def score_of_coalition(present: Tensor) -> Tensor:
+                """Scores (n,) with the maps that are 1 in `present`, shape (n, D), and without the others."""
+                return upper(activation * present.reshape(len(present), *shape[1:]))
+
+            relevance = ShapleyValueSampling(score_of_coalition).attribute(
+                activation.new_ones(1, n_maps),
                 n_samples=self.n_samples,
-                perturbations_per_eval=self.perturbations_per_eval,
+                perturbations_per_eval=self.perturbations_per_eval or _rows(activation),
                 show_progress=self.show_progress,
             )
-            positions = [axis for axis in range(activation.ndim) if players[axis] == 1]
-            # Captum gives every position the value of its map; the mean of equal numbers is that number.
-            maps = relevance.to(activation).mean(positions, keepdim=True)
+            maps = relevance.to(activation).reshape(shape)
             sums = activation.sum(positions, keepdim=True)
             _warn_of_cancellation(sums, activation.abs().sum(positions, keepdim=True), maps, request)
             return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
@@ -161,32 +164,19 @@ def _warn_of_cancellation(sums: Tensor, sizes: Tensor, relevance: Tensor, reques
         )
 
 
-def gradient_at_layer(
-    outputs: Tensor, activation: Tensor, layer_name: str, grad_outputs: Tensor | None = None
-) -> Tensor:
-    """Gradient at the layer, or an error that says why there is none."""
-    gradient = None
-    if outputs.requires_grad:
-        (gradient,) = torch.autograd.grad(outputs, activation, grad_outputs, allow_unused=True)
-    if gradient is None:
-        raise ValueError(
-            f"no gradient flows from the explained score to layer {layer_name!r}: the score does not depend "
-            "on that layer, or the model detaches it (torch.no_grad, .detach(), argmax). Choose another "
-            "layer or target"
-        )
-    return gradient
+def _rows(activation: Tensor) -> int:
+    """How many activations of the size of this one 128 MB hold.
+
+    In large batches the weights of the upper network are read less often, and so is the lower part run.
+    """
+    return max(1, 2**27 // activation.nbytes)
 
 
 def _cut_run(request: Request) -> tuple[Tensor, Tensor]:
     """Activation, as a leaf of the graph above the layer, and scores (N,) of one forward pass."""
-    leaves: list[Tensor] = []
-
-    def cut(activation: Tensor) -> Tensor:
-        leaves.append(activation.detach().clone().requires_grad_(torch.is_grad_enabled()))
-        return leaves[0].clone()  # the next layer may work in place, which a leaf does not allow
-
+    cut = Cut()
     score = request.select(request.run(cut))
-    return leaves[0], score
+    return cut.above, score
 
 
 def _by_example(

@@ -11,8 +11,19 @@ from captum.attr import Attribution, DeepLift, NoiseTunnel
 from torch import Tensor
 
 from ._captum import call_forward, deep_lift_copy
-from .relevance_model import RelevanceModel, gradients_at_inputs
+from .cut import gradients_at_inputs
+from .relevance_model import RelevanceModel
 from .request import Request
+
+
+def explain_at_input(
+    method: Attribution, request: Request, gradients: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """K maps by a method that asks for one gradient at the input, which is known: shapes (N, K, …)."""
+    attributor = copy.copy(method)
+    attributor.gradient_func = lambda *args, **kwargs: gradients
+    maps: Any = attributor.attribute(_leaves_with_concept_axis(request), **options)
+    return tuple(m.detach() for m in maps)
 
 
 def explain_by_gradient(
@@ -23,7 +34,7 @@ def explain_by_gradient(
     The inputs get an axis of size 1 for the concepts, and the attributor's `gradient_func` is replaced by one
     that returns gradients (n, K, …). Captum's own code for paths, steps, noise and baselines then broadcasts.
     """
-    inputs = tuple(x.detach().unsqueeze(1).requires_grad_() for x in request.inputs)
+    inputs = _leaves_with_concept_axis(request)
     if "baselines" in options:
         options = {**options, "baselines": _with_concept_axis(options["baselines"])}
     attributor = _for_model(method, model)
@@ -90,6 +101,10 @@ class _Recording:
 
 def _forward_args(request: Request) -> tuple[Any, ...]:
     return (*request.args, torch.arange(len(request), device=request.inputs[0].device))
+
+
+def _leaves_with_concept_axis(request: Request) -> tuple[Tensor, ...]:
+    return tuple(x.detach().unsqueeze(1).requires_grad_() for x in request.inputs)
 
 
 def _with_concept_axis(baselines: Any) -> Any:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from captum.attr import LRP
 from drsa_core import Subspaces, context_from_relevance, filter_context, lost_relevance
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._captum import RuleHooks
-from .context import gradient_at_layer
-from .relevance_model import gradients_at_inputs
-from .request import Request, as_activation
+from .cut import Cut, gradient_at_layer
+from .request import Request
 from .restoration import preserved
 
 # Standard rules leave no relevance on zero activations; more than this share is worth a word.
@@ -59,7 +58,7 @@ class LRPPass:
 
         activations: list[Tensor] = []
         handle = request.layer.register_forward_hook(
-            lambda module, args, output: activations.append(as_activation(output, self._name).clone())
+            lambda module, args, output: activations.append(request.as_activation(output).clone())
         )
         output = hooks.first_pass(self._inputs, request.args)
         handle.remove()
@@ -72,11 +71,12 @@ class LRPPass:
 
         # Registered after Captum's hooks on the same module, so that the cut is above all of them.
         hooks.register()
-        request.layer.register_forward_hook(self._cut)
+        self._cut = Cut()
+        request.layer.register_forward_hook(lambda module, args, output: self._cut(output))
         with torch.enable_grad():
             initial = _initial_relevance(request, output)
             modified = self._second_pass(hooks, request)
-            self.relevance = gradient_at_layer(modified, self._top, self._name, initial)
+            self.relevance = gradient_at_layer(modified, self._cut.above, self._name, initial)
         self.context = context_from_relevance(self.activation, self.relevance)
         lost = lost_relevance(self.activation, self.relevance)
         if lost > _LOST_RELEVANCE:
@@ -99,12 +99,6 @@ class LRPPass:
                 "(torch.no_grad, .detach(), argmax), which LRP cannot pass"
             ) from error
 
-    def _cut(self, module: nn.Module, args: object, output: Tensor) -> Tensor:
-        """Split the graph at the layer: backward above it runs once, below it K times."""
-        self._bottom = output
-        self._top = output.detach().clone().requires_grad_()
-        return self._top.clone()
-
     def through(self, context: Tensor, subspaces: Subspaces, dim: int) -> tuple[Tensor, ...]:
         """Relevance of each input that passes through each block, shapes (N, K, …).
 
@@ -112,11 +106,7 @@ class LRPPass:
         R⁽ᵏ⁾ = a ⊙ U_kU_kᵀc.
         """
         filtered = self.activation * filter_context(context, subspaces, dim)
-        maps = [
-            gradients_at_inputs(self._bottom, self._inputs, k + 1 < len(filtered), self._name, relevance)
-            for k, relevance in enumerate(filtered)
-        ]
-        return tuple(torch.stack(parts, dim=1) for parts in zip(*maps, strict=True))
+        return self._cut.gradients_below(self._inputs, filtered, self._name)
 
 
 def _initial_relevance(request: Request, output: Tensor) -> Tensor:

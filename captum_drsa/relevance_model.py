@@ -65,28 +65,6 @@ class RelevanceModel(nn.Module):
         return relevance
 
 
-def gradients_at_inputs(
-    outputs: Tensor,
-    inputs: tuple[Tensor, ...],
-    retain_graph: bool,
-    layer_name: str,
-    grad_outputs: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Gradients at the inputs, or an error that says why there are none."""
-    gradients: tuple[Tensor | None, ...] = (None,)
-    if outputs.requires_grad:
-        gradients = torch.autograd.grad(
-            outputs, inputs, grad_outputs, retain_graph=retain_graph, allow_unused=True
-        )
-    found = tuple(gradient for gradient in gradients if gradient is not None)
-    if len(found) != len(inputs):
-        raise ValueError(
-            f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, "
-            "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
-        )
-    return found
-
-
 def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, distribution: bool) -> Tensor:
     """R̂_k(x̃) under the context of each example, shape (N, K); the mean if x̃ is a distribution."""
     given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)

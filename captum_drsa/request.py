@@ -106,6 +106,16 @@ class Request:
             )
         return score.reshape(len(output))
 
+    def as_activation(self, output: object) -> Tensor:
+        """The layer's output, if it is what can be split into subspaces along `channel_dim`."""
+        activation = as_activation(output, self.layer_name)
+        if not -activation.ndim <= self.channel_dim < activation.ndim:
+            raise ValueError(
+                f"channel_dim={self.channel_dim} is no axis of the activation of layer {self.layer_name!r}, "
+                f"which has shape {tuple(activation.shape)}; use 1 for (N, D, …), -1 for tokens (N, T, D)"
+            )
+        return activation
+
     # ------------------------------------------------------------------ runs
 
     def activation(self) -> Tensor:
@@ -124,7 +134,7 @@ class Request:
                     f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
                     "single activation; choose a layer that runs once"
                 )
-            return cut(as_activation(output, self.layer_name))
+            return cut(self.as_activation(output))
 
         with _hooked(self.layer, hook):
             output = self.forward(*self.inputs, *self.args)

@@ -17,9 +17,7 @@ from captum.attr import (
 )
 from torch import Tensor, nn
 
-from captum_drsa import (
-    DisentangledAttribution,
-)
+from captum_drsa import DisentangledAttribution
 from tests.captum_adapter.networks import conv_net, images, subspaces
 from tests.model_state import model_state
 
@@ -68,6 +66,12 @@ def test_subspaces_that_do_not_fit() -> None:
     with pytest.raises(TypeError, match=r"must be a drsa_core\.Subspaces"):
         DisentangledAttribution(InputXGradient(model), "features.4", torch.eye(8))  # type: ignore[arg-type]
     assert model_state(model) == before
+
+
+@pytest.mark.parametrize("method", [InputXGradient, LRP, IntegratedGradients, ShapleyValueSampling])
+def test_channel_dim_that_is_no_axis(method) -> None:
+    with pytest.raises(ValueError, match=r"channel_dim=4 is no axis .* shape \(2, 8, 6, 6\); use 1 for"):
+        split(method(conv_net()), channel_dim=4).attribute(images(), target=1)
 
 
 def test_before_fit() -> None:

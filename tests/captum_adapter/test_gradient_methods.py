@@ -12,13 +12,14 @@ from captum.attr import (
     GradientShap,
     InputXGradient,
     IntegratedGradients,
+    LayerGradientXActivation,
     NoiseTunnel,
     Saliency,
 )
 from torch import nn
 
-from captum_drsa import DisentangledAttribution
-from tests.captum_adapter.networks import Mlp, conv_net, images, subspaces
+from captum_drsa import DisentangledAttribution, GradientContext
+from tests.captum_adapter.networks import Mlp, TwoInputs, conv_net, images, subspaces
 
 # DeepLift announces its hooks on every call.
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:Input Tensor")
@@ -234,25 +235,46 @@ def test_noise_tunnel_around_the_split_attributor() -> None:
     torch.testing.assert_close(delta, delta_by_hand)
 
 
-def test_one_forward_pass_for_all_concepts() -> None:
-    """The part above the layer runs in step 1 alone, the part below once more, whatever K is."""
-    model, x = conv_net(), images()
-    for n_subspaces in (1, 4):
-        runs = {"below": 0, "above": 0}
-        handles = [
-            model.features[0].register_forward_hook(
-                lambda *_, runs=runs: runs.update(below=runs["below"] + 1)
-            ),
-            model.classifier.register_forward_hook(
-                lambda *_, runs=runs: runs.update(above=runs["above"] + 1)
-            ),
-        ]
-        DisentangledAttribution(InputXGradient(model), "features.4", subspaces(8, n_subspaces)).attribute(
-            x, target=1
-        )
-        for handle in handles:
-            handle.remove()
-        assert runs == {"below": 2, "above": 1}
+@pytest.mark.parametrize(
+    ("method", "context", "options", "below"),
+    [
+        (InputXGradient, None, {}, 1),
+        (Saliency, "gradient", {}, 1),
+        (InputXGradient, LayerGradientXActivation, {}, 3),  # a, its relevance, step 2
+        (GradientShap, None, {"baselines": images(1) * 0}, 2),
+    ],
+)
+@pytest.mark.parametrize("n_subspaces", [1, 4])
+def test_one_forward_pass_for_all_concepts(
+    method, context, options: dict[str, Any], below: int, n_subspaces: int
+) -> None:
+    """Passes do not grow with K; methods that look at the input alone share the one of step 1."""
+    model = conv_net()
+    choice = context(model, model.features[4]) if callable(context) else context
+    da = DisentangledAttribution(method(model), "features.4", subspaces(8, n_subspaces), choice)
+    runs = {"below": 0, "above": 0}
+    model.features[0].register_forward_hook(lambda *_: runs.update(below=runs["below"] + 1))
+    model.classifier.register_forward_hook(lambda *_: runs.update(above=runs["above"] + 1))
+    da.attribute(images(), target=1, **options)
+    assert runs == {"below": below, "above": 1}
+
+
+@pytest.mark.parametrize("method", [InputXGradient, Saliency])
+def test_one_pass_gives_what_two_steps_give(method) -> None:
+    """The shared forward pass changes nothing, for tuples of inputs and further arguments too."""
+    torch.manual_seed(0)
+    model = TwoInputs().double().eval()
+    inputs = (torch.randn(3, 4).double(), torch.randn(3, 3).double())
+    u, step_1 = subspaces(6, dtype=torch.float64), GradientContext()
+    one = DisentangledAttribution(method(model), "layer", u)
+    two = DisentangledAttribution(method(model), "layer", u, context_method=lambda request: step_1(request))
+    options: dict[str, Any] = {
+        "target": [0, 2, 1],
+        "additional_forward_args": (torch.tensor([1.0, -2.0, 0.5]).double(), 2),
+    }
+    for got, expected in zip(one.attribute(inputs, **options), two.attribute(inputs, **options), strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("n_subspaces", [1, 8])

@@ -123,6 +123,49 @@ def test_context_of_feature_maps() -> None:
     torch.testing.assert_close((a * c).sum(), at_a - at_0, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("layout", "dim"), [("maps", 1), ("tokens", -1), ("tokens", 2)])
+def test_context_is_the_mean_over_the_permutations(layout: str, dim: int) -> None:
+    """R_j is what map j adds to y when it joins those before it; the permutations are Captum's own draws."""
+    torch.manual_seed(0)
+    upper = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(5 * 6, 9), torch.nn.Softplus())
+    model = torch.nn.Sequential(torch.nn.ReLU(), *upper, torch.nn.Linear(9, 3))
+    x = torch.rand(1, 5, 2, 3) + 0.1 if layout == "maps" else torch.rand(1, 6, 5) + 0.1
+    da = DisentangledAttribution(
+        ShapleyValueSampling(model), "0", subspaces(5), ShapleyContext(n_samples=4), channel_dim=dim
+    )
+    torch.manual_seed(7)
+    a, c = da.context(x, 2)
+    torch.manual_seed(7)
+    maps, relevance = x.movedim(dim, 0), torch.zeros(5)
+    for _ in range(4):
+        coalition = torch.zeros_like(maps)
+        for j in torch.randperm(5).tolist():
+            with torch.no_grad():
+                before = model(coalition.movedim(0, dim))[0, 2]
+                coalition[j] = maps[j]
+                relevance[j] += (model(coalition.movedim(0, dim))[0, 2] - before) / 4
+    expected = relevance / maps.flatten(1).sum(1)
+    assert torch.equal(a, x)
+    torch.testing.assert_close(
+        c.movedim(dim, 0).flatten(1), expected[:, None].expand(5, 6), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("per_run", "below"), [(None, 3 + 3), (4, 6 + 3)])
+def test_lower_part_is_shared_in_step_1(per_run: int | None, below: int) -> None:
+    """3 permutations of 8 maps: by default 3 runs of the upper part, or 6 runs of 4.
+
+    Three more find a, check whether the lower part can be shared (on 2 activations), and score the empty set.
+    """
+    model = conv_net()
+    rows = {"below": 0, "above": 0}
+    model.features[0].register_forward_hook(lambda _, __, y: rows.update(below=rows["below"] + len(y)))
+    model.classifier.register_forward_hook(lambda _, __, y: rows.update(above=rows["above"] + len(y)))
+    context = ShapleyContext(n_samples=3, perturbations_per_eval=per_run)
+    DisentangledAttribution(ShapleyValueSampling(model), "features.4", None, context).context(images(1), 1)
+    assert rows == {"below": below, "above": 3 * 8 + 1 + 2 + 1}
+
+
 def test_contexts_of_maps_that_cancel_are_warned_about() -> None:
     """R_j / Σ a_j explodes where Σ a_j is near zero though a_j is not: layers before the ReLU."""
     model, x = conv_net(), images(1)
