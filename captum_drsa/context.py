@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class IntegratedGradientsContext:
 
         def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
             # Without the product with a − 0 the integral itself is returned: nothing is divided by a.
-            method = IntegratedGradients(upper, multiply_by_inputs=False)
-            size = self.internal_batch_size or _rows(activation)
+            method = IntegratedGradients(lambda path: upper(path.clone()), multiply_by_inputs=False)
+            size = self.internal_batch_size or _rows_per_run(self.n_steps, activation)
             context: Tensor = method.attribute(
                 activation, n_steps=self.n_steps, internal_batch_size=min(size, self.n_steps)
             )
@@ -101,7 +102,7 @@ class ShapleyContext:
             relevance = ShapleyValueSampling(score_of_coalition).attribute(
                 activation.new_ones(1, n_maps),
                 n_samples=self.n_samples,
-                perturbations_per_eval=self.perturbations_per_eval or _rows(activation),
+                perturbations_per_eval=self.perturbations_per_eval or _rows_per_run(n_maps, activation),
                 show_progress=self.show_progress,
             )
             maps = relevance.to(activation).reshape(shape)
@@ -164,12 +165,14 @@ def _warn_of_cancellation(sums: Tensor, sizes: Tensor, relevance: Tensor, reques
         )
 
 
-def _rows(activation: Tensor) -> int:
-    """How many activations of the size of this one 128 MB hold.
+def _rows_per_run(n_rows: int, activation: Tensor) -> int:
+    """Size of equal batches of activations, each of at most 128 MB, if there are `n_rows` in all.
 
     In large batches the weights of the upper network are read less often, and so is the lower part run.
     """
-    return max(1, 2**27 // activation.nbytes)
+    at_most = max(1, 2**27 // activation.nbytes)
+    n_runs = math.ceil(n_rows / at_most)
+    return math.ceil(n_rows / n_runs)
 
 
 def _cut_run(request: Request) -> tuple[Tensor, Tensor]:

@@ -32,12 +32,14 @@ class UpperNetwork:
         self._shares_lower_part = self._reproduces(activation, score)
 
     def __call__(self, activation: Tensor) -> Tensor:
-        """Scores y, shape (n,), of activations of shape (n, …, D, …)."""
+        """Scores y, shape (n,), of activations of shape (n, …, D, …).
+
+        The activations may be overwritten: the next layer may work in place (ReLU after a convolution).
+        """
         request = self._request
         if not self._shares_lower_part:
             request = request.repeated(len(activation))
-        # A copy, because the next layer may work in place (ReLU after a convolution).
-        score = request.select(request.run(lambda _: activation.clone()))
+        score = request.select(request.run(lambda _: activation))
         if len(score) != len(activation):
             raise ValueError(
                 f"the model gives {len(score)} rows for {len(activation)} activations at layer "

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from captum.attr import LRP, IntegratedGradients, ShapleyValueSampling
+from captum.attr import (
+    LRP,
+    Attribution,
+    DeepLift,
+    GradientShap,
+    InputXGradient,
+    IntegratedGradients,
+    Saliency,
+    ShapleyValueSampling,
+)
 from drsa_core import RandomSubspaces, Subspaces
 from operations import operations
 from torch import Tensor
@@ -40,6 +51,7 @@ def medians(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
+            print(f"{name}: {times[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -73,6 +85,28 @@ def integrated_gradients(model: VGG, x: Tensor, n_steps: int, batch: int, repeat
         row(f"IG, K=4, {n_steps} steps, {what}", base, seconds[name], seconds["one"], bound)
 
 
+def gradient_methods(model: VGG, x: Tensor, repeats: int) -> None:
+    """Both steps of the other gradient methods: their context is one gradient."""
+    methods: dict[Attribution, dict[str, Any]] = {
+        InputXGradient(model): {},
+        Saliency(model): {},
+        DeepLift(model): {},
+        GradientShap(model): {"baselines": x * 0},
+    }
+    for method, options in methods.items():
+        split = DisentangledAttribution(method, LAYER, subspaces(4))
+        images = x.clone().requires_grad_()  # lest Captum warn
+        runs: dict[str, Callable[[], object]] = {
+            "one": partial(method.attribute, images, target=TARGET, **options),
+            "both": partial(split.attribute, images, target=TARGET, **options),
+        }
+        seconds = medians(runs, repeats)
+        counts = {name: operations(run) for name, run in runs.items()}
+        bound = f"≤ 2.8; operations {counts['both'] / counts['one']:.2f}"
+        name = method.get_name()
+        row(f"{name}, K=4, both steps", f"one {name} map", seconds["both"], seconds["one"], bound)
+
+
 def lrp(model: VGG, x: Tensor, repeats: int) -> None:
     method = LRP(model)
     split = DisentangledAttribution(method, LAYER, subspaces(4))
@@ -86,13 +120,10 @@ def lrp(model: VGG, x: Tensor, repeats: int) -> None:
     row("LRP, K=4", "one LRP map", seconds["both"], seconds["one"], "≤ 3")
 
 
-def shapley(
-    model: VGG, x: Tensor, patch: int, permutations: int, maps: int, batch: int, repeats: int
-) -> None:
+def shapley(model: VGG, x: Tensor, permutations: int, batch: int, repeats: int) -> None:
     method = ShapleyValueSampling(model)
-    mask = patch_mask(x, patch)
+    mask = patch_mask(x, 16)
     n_patches = int(mask.max()) + 1
-    first = ShapleyContext(n_samples=maps, perturbations_per_eval=batch)
     options: dict[str, Any] = {
         "target": TARGET,
         "feature_mask": mask,
@@ -103,10 +134,10 @@ def shapley(
     split = {
         k: DisentangledAttribution(method, LAYER, subspaces(k), context_method=known(*pair)) for k in (1, 4)
     }
-    context = DisentangledAttribution(method, LAYER, context_method=first)
+    context = DisentangledAttribution(method, LAYER, context_method=ShapleyContext(permutations))
     seconds = medians(
         {
-            "one": lambda: method.attribute(x, **options),
+            "standard map": lambda: method.attribute(x, **options),
             "K=1": lambda: split[1].attribute(x, **options),
             "K=4": lambda: split[4].attribute(x, **options),
             "context": lambda: context.context(x, TARGET),
@@ -115,17 +146,15 @@ def shapley(
     )
     what = f"{n_patches} patches, {permutations} permutations"
     row(f"Shapley, K=4, {what}, step 2", "one concept, step 2", seconds["K=4"], seconds["K=1"], "≤ 1.1")
-    whole = {k: seconds[f"K={k}"] + seconds["context"] * permutations / maps for k in (1, 4)}
+    whole = {k: seconds[f"K={k}"] + seconds["context"] for k in (1, 4)}
     row(f"Shapley, K=4, {what}, both steps", "one concept, both steps", whole[4], whole[1], "≤ 1.1")
-    row(f"Shapley, K=4, {what}, step 2", "one standard Shapley map", seconds["K=4"], seconds["one"], "")
-    row(f"Shapley, K=4, {what}, both steps", "one standard Shapley map", whole[4], seconds["one"], "")
-    evaluations = n_patches * permutations
+    row(f"Shapley, K=4, {what}, step 2", "one standard map", seconds["K=4"], seconds["standard map"], "")
+    row(f"Shapley, K=4, {what}, both steps", "one standard map", whole[4], seconds["standard map"], "≤ 1.1")
+    milliseconds = {name: value / (n_patches * permutations) * 1e3 for name, value in seconds.items()}
     print(
-        f"\nShapley, per evaluation of a patch: one-way {seconds['one'] / evaluations * 1e3:.1f} ms, "
-        f"one concept {seconds['K=1'] / evaluations * 1e3:.1f} ms, "
-        f"K=4 {seconds['K=4'] / evaluations * 1e3:.1f} ms; "
-        f"step 1, per evaluation of a feature map: {seconds['context'] / (512 * maps) * 1e3:.1f} ms"
-        + ("." if maps == permutations else f" (measured with {maps} of {permutations} permutations).")
+        f"\nShapley, per evaluation of a patch: standard map {milliseconds['standard map']:.1f} ms, "
+        f"one concept {milliseconds['K=1']:.1f} ms, K=4 {milliseconds['K=4']:.1f} ms; "
+        f"step 1, per evaluation of a feature map: {seconds['context'] / (512 * permutations) * 1e3:.1f} ms."
     )
 
 
@@ -135,9 +164,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[10], help="steps of Integrated Gradients")
     parser.add_argument("--batch", type=int, default=10, help="images per evaluation")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--only", choices=["ig", "lrp", "shapley"], nargs="+", default=["ig", "lrp", "shapley"]
-    )
+    parts = ["ig", "gradient", "lrp", "shapley"]
+    parser.add_argument("--only", choices=parts, nargs="+", default=parts)
     parser.add_argument(
         "--full",
         action="store_true",
@@ -154,11 +182,13 @@ def main() -> None:
     if "ig" in args.only:
         for n_steps in args.steps:
             integrated_gradients(model, x, n_steps, args.batch, args.repeats)
+    if "gradient" in args.only:
+        gradient_methods(model, x, args.repeats)
     if "lrp" in args.only:
         lrp(model, x, args.repeats)
     if "shapley" in args.only:
         permutations = 25 if args.full else 1
-        shapley(model, x, 16, permutations, permutations, args.batch, 1 if args.full else args.repeats)
+        shapley(model, x, permutations, args.batch, 1 if args.full else args.repeats)
 
 
 if __name__ == "__main__":
