@@ -1,6 +1,7 @@
 """Captum adapter: K-way attributions from Captum attributors."""
 
-from .attribution import DisentangledAttribution, collect
+from .attribution import DisentangledAttribution
+from .collect import collect
 from .context import (
     GradientContext,
     IntegratedGradientsContext,

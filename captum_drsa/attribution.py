@@ -21,12 +21,12 @@ from drsa_core.validation import check_finite
 from torch import Tensor, nn
 
 from ._captum import draw_baselines, logged
-from .collect import pairs_from_loader
 from .context import ContextMethod, GradientContext, ShapleyContext
 from .explain import explain_at_input, explain_by_gradient, explain_by_perturbation, explain_by_surrogate
 from .gradient_pass import GradientPass
 from .lrp import LRPPass
 from .methods import Family, choose_context, family_of, innermost
+from .pairs import pairs_from_loader
 from .relevance_model import RelevanceModel, baseline_relevance
 from .request import Inputs, Request, Target
 from .restoration import preserved
@@ -394,44 +394,6 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
                 f"{self.layer_name!r} has shape {shape} with the features along dim {dim}; use the layer "
                 "that they were learned at, or set channel_dim (-1 for tokens)"
             )
-
-
-def collect(
-    attribution_method: Attribution,
-    layer: str | nn.Module,
-    loader: Iterable[Any],
-    target: Target,
-    positions: int | None = 20,
-    *,
-    context_method: str | ContextMethod | Attribution | None = None,
-    channel_dim: int = 1,
-    random_state: int | None = None,
-    progress: bool = False,
-    store: PairStore | None = None,
-) -> Pairs:
-    """Activation and context pairs at random positions of every image of a loader (Note E).
-
-    Parameters
-    ----------
-    attribution_method, layer, context_method, channel_dim
-        As in `DisentangledAttribution`.
-    loader : iterable
-        Batches: a tensor, or a tuple or list whose first entry is the tensor, or the tuple of tensors.
-    target : int, tuple or callable
-        The explained output, one for all batches.
-    positions : int or None
-        Positions per image; None for all.
-    random_state : int, optional
-        Seed of the positions.
-    progress : bool
-        Show a progress bar.
-    store : PairStore, optional
-        Keeps the pairs of each batch on disk; batches that it holds already are not computed again.
-    """
-    wrapped = DisentangledAttribution(
-        attribution_method, layer, context_method=context_method, channel_dim=channel_dim
-    )
-    return wrapped.collect(loader, target, positions, random_state, progress, store)
 
 
 def _module_of(forward: object) -> nn.Module | None:

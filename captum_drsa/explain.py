@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -61,18 +62,18 @@ def explain_by_surrogate(
 ) -> tuple[Tensor, ...]:
     """K maps by a method that fits a surrogate to one output (KernelShap), shapes (N, K, …).
 
-    The network runs for the first concept only. The others meet the same perturbations, from the same state
-    of the random number generator, and read the outputs that were recorded.
+    The network runs for the first concept only: the others begin with the same random numbers, so that they
+    ask for the same perturbations. If they do not (a perturbation that draws from elsewhere), it runs again.
     """
     attributor = copy.copy(method)
     attributor.forward_func = recording = _Recording(model)
     inputs = tuple(x.detach() for x in request.inputs)
-    state = torch.get_rng_state()
+    devices = {x.device for x in inputs if x.is_cuda}
     concepts = []
     for k in range(model.n_concepts):
-        torch.set_rng_state(state)
-        recording.play(k)
-        with torch.no_grad():
+        recording.concept = k
+        # The last concept leaves the generators as one run does, those before it as they were.
+        with torch.no_grad(), torch.random.fork_rng(devices, enabled=k + 1 < model.n_concepts):
             maps: Any = attributor.attribute(
                 inputs, additional_forward_args=_forward_args(request), **options
             )
@@ -81,22 +82,27 @@ def explain_by_surrogate(
 
 
 class _Recording:
-    """Output k of the model, from the model itself at the first go and from memory afterwards."""
+    """Output `concept` of the model, which runs once for the same tensors."""
 
     def __init__(self, model: RelevanceModel) -> None:
         self._model = model
-        self._outputs: list[Tensor] = []
-
-    def play(self, concept: int) -> None:
-        """Begin again, for another concept."""
-        self._concept, self._position = concept, 0
+        self._outputs: dict[bytes, Tensor] = {}
+        self.concept = 0
 
     def __call__(self, *args: Any) -> Tensor:
-        if self._position == len(self._outputs):
-            self._outputs.append(self._model(*args))
-        output = self._outputs[self._position]
-        self._position += 1
-        return output[:, self._concept]
+        key = _digest(args)
+        if key not in self._outputs:
+            self._outputs[key] = self._model(*args)
+        return self._outputs[key][:, self.concept]
+
+
+def _digest(args: tuple[Any, ...]) -> bytes:
+    """A hash of the tensors among the arguments: the perturbed inputs themselves would fill the memory."""
+    digest = hashlib.blake2b()
+    for tensor in args:
+        if isinstance(tensor, Tensor):
+            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
 
 
 def _forward_args(request: Request) -> tuple[Any, ...]:

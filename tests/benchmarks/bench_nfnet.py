@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 
 import timm
 import torch
 from drsa_core import RandomSubspaces, Subspaces
+from measures import seconds_in_turn
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 
@@ -22,19 +21,6 @@ def perturb(model: nn.Module) -> nn.Module:
         if name.endswith("skipinit_gain"):
             nn.init.constant_(parameter, 0.5)
     return model
-
-
-def interleaved(runs: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turns, so that a slow moment of the machine meets all of them."""
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def main() -> None:
@@ -75,7 +61,7 @@ def main() -> None:
 
     difference = (shared() - repetition()).abs().max() / repetition().abs().max()
     runs = {"one map": one_map, f"K = {options.concepts} maps": shared, "K maps by repetition": repetition}
-    seconds = interleaved(runs, options.repeats)
+    seconds = seconds_in_turn(runs, options.repeats)
     threads = torch.get_num_threads()
     setting = f"{options.model}, {options.size}×{options.size}, {options.layer}, {threads} thread(s)"
     print(f"{setting}, median of {options.repeats}; both ways differ by {difference:.0e} of the maximum\n")

@@ -8,9 +8,7 @@ included.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,7 +37,7 @@ from zennit.types import Convolution, Linear, MaxPool
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
 
 from drsa_core import RandomSubspaces  # noqa: E402
-from operations import operations  # noqa: E402
+from measures import operations, peak_memory, print_peak_memory, seconds_in_turn  # noqa: E402
 
 from zennit_drsa import DisentangledAttributor, VGGGamma  # noqa: E402
 
@@ -98,23 +96,10 @@ def k_maps(
     return lambda input: attributor(input, lambda output: output.detach())
 
 
-def seconds(functions: list[Callable[[Tensor], object]], input: Tensor, repeats: int) -> list[float]:
-    """Best time of each; they take turns, so that a busy moment of the machine meets all of them."""
-    best = [float("inf")] * len(functions)
-    for function in functions:
-        function(input)
-    for _ in range(repeats):
-        for i, function in enumerate(functions):
-            start = time.perf_counter()
-            function(input)
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best
-
-
-def peak_memory(arguments: list[str]) -> float:
-    """Peak resident set in MB of a process that makes one kind of map, three times."""
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def best_seconds(functions: list[Callable[[Tensor], object]], input: Tensor, repeats: int) -> list[float]:
+    """Best time of each."""
+    runs = {str(i): partial(function, input) for i, function in enumerate(functions)}
+    return [min(times) for times in seconds_in_turn(runs, repeats).values()]
 
 
 def main() -> None:
@@ -135,9 +120,7 @@ def main() -> None:
         run = k_maps(model, composite, n_subspaces) if n_subspaces else one_map(model, composite)
         for _ in range(3):
             run(torch.randn(batch, 3, options.size, options.size))
-        # Not getrusage: a child's ru_maxrss starts at the resident set of the process that forked it.
-        status = Path("/proc/self/status").read_text()
-        print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+        print_peak_memory()
         return
 
     input = torch.randn(1, 3, options.size, options.size)
@@ -156,17 +139,17 @@ def compare(model: nn.Module, input: Tensor, options: argparse.Namespace) -> Non
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for name in options.composites:
         functions = [one_map(model, name), k_maps(model, name, 4)]
-        one, four = seconds(functions, input, options.repeats)
+        one, four = best_seconds(functions, input, options.repeats)
         few, many = (operations(partial(function, input)) for function in functions)
         row = f"| {name} | {one:.2f} | {four:.2f} | {four / one:.2f} | {many / few:.2f} |"
         if not options.no_memory:
             size = ["--size", str(options.size)]
-            memory = [peak_memory([*size, "--measure", name, k, "1"]) for k in ("0", "4")]
+            memory = [peak_memory(__file__, [*size, "--measure", name, k, "1"]) for k in ("0", "4")]
             row += f" {memory[0]:.0f} | {memory[1]:.0f} | {memory[1] / memory[0]:.2f} |"
         print(row, flush=True)
     baselines = list(COMPOSITES)[-2:]
     functions = [k_maps(model, "VGGGamma", 4), *(one_map(model, name) for name in baselines)]
-    four, *times = seconds(functions, input, options.repeats)
+    four, *times = best_seconds(functions, input, options.repeats)
     print()
     for name, zennit in zip(baselines, times, strict=True):
         print(f"VGGGamma, K=4 maps: {four:.2f} s = {four / zennit:.2f} × ONE map with {name}, {zennit:.2f} s")
@@ -179,7 +162,7 @@ def growth(model: nn.Module, input: Tensor) -> None:
     for name in ("VGGGamma", "EpsilonPlus"):
         for batch in (1, 2, 4):
             functions = [one_map(model, name), *(k_maps(model, name, k) for k in (1, 2, 4, 8, 16))]
-            times = seconds(functions, input.expand(batch, -1, -1, -1).clone(), 1)
+            times = best_seconds(functions, input.expand(batch, -1, -1, -1).clone(), 1)
             ratios = " | ".join(f"{t:.2f} s ({t / times[0]:.2f}×)" for t in times[1:])
             print(f"| {name} | {batch} | {times[0]:.2f} | {ratios} |", flush=True)
 

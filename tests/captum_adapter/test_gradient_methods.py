@@ -118,8 +118,7 @@ def test_relevance_model_against_the_nested_double_integral() -> None:
     maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(
         x, target=0, baselines=x * 0, n_steps=40
     )
-    expected = nested(bent, lower, u, x[0], 0, 12)
-    # Both are 0 at a reference with φ(x̃) = 0, which the bias of `lower` prevents; hence with Note B.3.
+    # The bias of `lower` makes φ(0) ≠ 0, so that the total is that of Note B.3 and not y(a) − y(0).
     reference = lower(x * 0)[0]
     a, c = DisentangledAttribution(IntegratedGradients(model), "0", u).context(x, 0)
     by_hand = (a[0] - reference) @ c[0]

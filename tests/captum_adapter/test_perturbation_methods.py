@@ -7,6 +7,7 @@ import warnings
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from captum.attr import FeatureAblation, KernelShap, Lime, Occlusion, ShapleyValues, ShapleyValueSampling
@@ -231,6 +232,35 @@ def test_joint_maps_are_captums_maps_of_each_concept(method, options, n: int) ->
         assert (maps[:, k] - expected).abs().max() <= tolerance * expected.abs().max()
     # The random numbers used are those of one run, not of K.
     assert torch.equal(after, torch.get_rng_state())
+
+
+def test_perturbations_that_draw_from_elsewhere() -> None:
+    """Lime with a NumPy generator: each concept meets perturbations of its own, and is fitted to those."""
+    pytest.importorskip("sklearn")
+    model, x, u = conv_net(), images(1), subspaces(8)
+    c = 1000 * torch.rand(1, 8, 6, 6, generator=torch.Generator().manual_seed(3))
+
+    def lime(forward, generator: np.random.Generator) -> Lime:
+        def perturb(original: Tensor, **kwargs: Any) -> Tensor:
+            return torch.tensor(generator.integers(0, 2, (1, kwargs["num_interp_features"])))
+
+        return Lime(forward, perturb_func=perturb)
+
+    da = DisentangledAttribution(
+        lime(model, np.random.default_rng(0)),
+        "features.4",
+        u,
+        context_method=lambda request: (request.activation().detach(), c),
+    )
+    maps = da.attribute(x, target=2, feature_mask=MASK, n_samples=12)
+    generator = np.random.default_rng(0)  # runs on from concept to concept
+    for k in range(3):
+        readout = u.project(c, k)
+        single = lime(lambda x, r=readout: (model.features(x) * r).sum((1, 2, 3)), generator)
+        with torch.no_grad():
+            expected = single.attribute(x, feature_mask=MASK, n_samples=12)
+        assert expected.any()
+        assert (maps[:, k] - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("method", [ShapleyValueSampling, FeatureAblation, KernelShap])
