@@ -101,7 +101,7 @@ def _digest(args: tuple[Any, ...]) -> bytes:
     digest = hashlib.blake2b()
     for tensor in args:
         if isinstance(tensor, Tensor):
-            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
