@@ -50,6 +50,7 @@ class IntegratedGradientsContext:
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
         """Activations and contexts, example by example."""
+        errors: list[Tensor] = []
 
         def explain(upper: UpperNetwork, activation: Tensor) -> Tensor:
             # Without the product with a − 0 the integral itself is returned: nothing is divided by a.
@@ -58,13 +59,25 @@ class IntegratedGradientsContext:
             context: Tensor = method.attribute(
                 activation, n_steps=self.n_steps, internal_batch_size=min(size, self.n_steps)
             )
+            errors.append(_conservation_error(activation, context, upper))
             return context
 
         # IG cannot tell a missing path from a network that is flat; this can, and is cheap.
         with torch.enable_grad():
             activation, score = _cut_run(request)
             gradient_at_layer(score.sum(), activation, request.layer_name)
-        return _by_example(request, activation.detach(), score.detach(), explain)
+        pairs = _by_example(request, activation.detach(), score.detach(), explain)
+        self._warn_of_few_steps(float(torch.stack(errors).max()), request.layer_name)
+        return pairs
+
+    def _warn_of_few_steps(self, error: float, layer_name: str) -> None:
+        if error > 0.1:
+            warnings.warn(
+                f"the integral above layer {layer_name!r} with {self.n_steps} steps is off by {error:.0%} of "
+                "y(a) − y(0), to which the relevance aᵀc must sum; take more steps, "
+                f"context_method=IntegratedGradientsContext(n_steps={4 * self.n_steps})",
+                stacklevel=3,
+            )
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,17 @@ class LayerAttributionContext:
                 "the same layer, and attribute to its output"
             )
         return activation, context_from_relevance(activation, relevance.detach())
+
+
+def _conservation_error(activation: Tensor, context: Tensor, upper: UpperNetwork) -> Tensor:
+    """What Σ aᵀc misses of y(a) − y(0), relative to that, shape ().
+
+    Where y(a) − y(0) is itself small, next to terms that cancel in the sum, these are the measure.
+    """
+    relevance = activation * context
+    gained = (upper.score - upper.score_at_zero).sum()
+    scale = torch.maximum(gained.abs(), 0.05 * relevance.abs().sum())
+    return (relevance.sum() - gained).abs() / scale.clamp(min=1e-30)
 
 
 def _warn_of_cancellation(sums: Tensor, sizes: Tensor, relevance: Tensor, request: Request) -> None:

@@ -14,7 +14,7 @@ class UpperNetwork:
     The part below the layer has to be run as well, for what bypasses the layer, but its result does not
     depend on a. So it is run on the one example, not on as many copies as there are activations. A model
     that does not take a batch size that changes at the layer (it concatenates a bypass, say, or reshapes
-    with the batch size of its input) is found out on the first call, and gets the copies.
+    with the batch size of its input) is found out by a trial, and gets the copies.
 
     Parameters
     ----------
@@ -23,13 +23,25 @@ class UpperNetwork:
     activation : tensor, shape (1, …, D, …)
         φ(x), for the check.
     score : tensor, shape (1,)
-        y = g(φ(x)), for the check.
+        y = g(φ(x)).
+
+    Attributes
+    ----------
+    score, score_at_zero : tensor, shape (1,)
+        g(φ(x)) and g(0).
     """
 
     def __init__(self, request: Request, activation: Tensor, score: Tensor) -> None:
-        self._request = request
+        self._request, self.score = request, score
         self._shares_lower_part = True
-        self._shares_lower_part = self._reproduces(activation, score)
+        rows = torch.cat([activation, activation, torch.zeros_like(activation)])
+        scores = self._scores_if_shared(rows)
+        # The batch size may change the order of summation, hence not bit for bit.
+        if scores is None or not torch.allclose(scores[:2], score.expand(2), rtol=1e-3, atol=1e-5):
+            self._shares_lower_part = False
+            with torch.no_grad():
+                scores = self(rows)
+        self.score_at_zero = scores[2:]
 
     def __call__(self, activation: Tensor) -> Tensor:
         """Scores y, shape (n,), of activations of shape (n, …, D, …).
@@ -47,12 +59,10 @@ class UpperNetwork:
             )
         return score
 
-    def _reproduces(self, activation: Tensor, score: Tensor) -> bool:
-        """Whether two activations above one input give twice the known score."""
+    def _scores_if_shared(self, rows: Tensor) -> Tensor | None:
+        """Scores of several activations above one input, or None if the model does not take them."""
         try:
             with torch.no_grad():
-                twice = self(torch.cat([activation, activation]))
+                return self(rows.clone())
         except (RuntimeError, ValueError, IndexError, AssertionError):
-            return False
-        # The batch size may change the order of summation, hence not bit for bit.
-        return torch.allclose(twice, score.expand(2), rtol=1e-3, atol=1e-5)
+            return None

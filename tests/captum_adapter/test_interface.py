@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -322,8 +324,42 @@ def test_lower_part_is_shared_in_step_1() -> None:
     model.features[0].register_forward_hook(lambda _, __, y: rows.update(below=rows["below"] + len(y)))
     model.classifier.register_forward_hook(lambda _, __, y: rows.update(above=rows["above"] + len(y)))
     split(IntegratedGradients(model)).context(images(1), 1)
-    # Two more runs find a, and check with 2 activations whether the lower part can be shared.
-    assert rows == {"below": 1 + 2, "above": 100 + 1 + 2}
+    # Two more runs find a, and try with 3 activations whether the lower part can be shared.
+    assert rows == {"below": 1 + 2, "above": 100 + 1 + 3}
+
+
+class Kinks(nn.Module):
+    """y = Σ_j w_j max(0, a_j − b_j): along the path to a = 1 the gradient jumps at t = b_j."""
+
+    def __init__(self, weights: list[float], places: list[float]) -> None:
+        super().__init__()
+        self.layer = nn.ReLU()
+        self.weights, self.places = torch.tensor(weights), torch.tensor(places)
+
+    def forward(self, x: Tensor):
+        return (self.weights * (self.layer(x) - self.places).relu()).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "n_steps", "warns"),
+    [
+        (Kinks([2.0, 1.0], [0.9, 0.95]), 3, r"3 steps is off by 100% of y\(a\) − y\(0\).*n_steps=12"),
+        (Kinks([2.0, 1.0], [0.9, 0.95]), 100, None),
+        # Σ aᵀc = 0 for y(a) − y(0) = −0.009, next to terms of ±1.5: that is no error to speak of.
+        (Kinks([3.0, -3.0], [0.503, 0.5]), 10, None),
+    ],
+)
+def test_too_few_steps_above_the_layer_are_reported(model: Kinks, n_steps: int, warns: str | None) -> None:
+    """Σ aᵀc must be y(a) − y(0), which is known."""
+    context = IntegratedGradientsContext(n_steps)
+    da = DisentangledAttribution(IntegratedGradients(model), "layer", context_method=context)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        da.context(torch.ones(2, 2))
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == (warns is not None)
+    if warns is not None:
+        assert re.search(warns, messages[0])
 
 
 def test_dual_subspaces() -> None:
