@@ -82,9 +82,9 @@ def with_captum(
     else:
         method = IntegratedGradients(model)
         keywords = {"n_steps": 10}
-    # Step 1, how the output responds to the activations, with 10 steps where the paper takes 100. The paper's
+    # Step 1, how the output responds to the activations, with 50 steps where the paper takes 100. The paper's
     # Shapley contexts divide by sums of activations, which may be near 0 at a layer with both signs.
-    context = IntegratedGradientsContext(n_steps=10)
+    context = IntegratedGradientsContext(n_steps=50)
     wrapped = DisentangledAttribution(method, layer, context_method=context)
     pairs = wrapped.collect(train.split(8), target, random_state=0, progress=True)
     wrapped.subspaces = learn(pairs, n_subspaces)
