@@ -81,7 +81,7 @@ def with_captum(
         pixels_per_feature = 3 * 16 * 16  # Captum writes the value of a patch to each of its pixels
     else:
         method = IntegratedGradients(model)
-        keywords = {"n_steps": 10}
+        keywords = {"n_steps": 50}
     # Step 1, how the output responds to the activations, with 50 steps where the paper takes 100. The paper's
     # Shapley contexts divide by sums of activations, which may be near 0 at a layer with both signs.
     context = IntegratedGradientsContext(n_steps=50)
