@@ -64,7 +64,7 @@ class TestQuickstart:
         arguments = ("--attribution", "ig", "--photo", "cat", "--crops", "2", "--concepts", "2", "--overlay")
         printed = run("quickstart.py", *arguments, "--figure", tmp_path / "ig.png").stdout
         assert len(re.findall(r"S\d -?\d+%", printed)) == 2
-        # y(a) − y(0) = 8.55 at this layer: with enough steps the relevance adds up to it, with 10 it is negative.
+        # y(a) − y(0) = 8.55 at this layer, to which the relevance must add up; with 10 steps it is negative.
         relevance = re.search(r"relevance at the layer (-?[\d.]+)", printed)
         assert relevance is not None
         assert float(relevance[1]) == pytest.approx(8.55, rel=0.1)
