@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from captum._utils.common import _run_forward, _select_targets
 from captum.attr import LRP, DeepLift
+from captum.attr._core.deep_lift import SUPPORTED_NON_LINEAR, nonlinear
 from captum.attr._utils.common import _format_callable_baseline
 from captum.attr._utils.lrp_rules import PropagationRule
 from captum.log import log_usage
@@ -48,11 +49,40 @@ def draw_baselines(baselines: Any, inputs: Any) -> tuple[Any, ...]:
 
 
 def deep_lift_copy(method: DeepLift, model: nn.Module) -> DeepLift:
-    """A DeepLift like `method` for another model, with hook lists of its own."""
+    """A DeepLift like `method` for another model, with hooks of its own, fit for several backward passes."""
     attributor = copy.copy(method)
     attributor.model = model
+    attributor._backward_hook = _RescaleHook(method)
     attributor.forward_handles, attributor.backward_handles = [], []
     return attributor
+
+
+class _RescaleHook:
+    """DeepLift's backward hook, for several backward passes from one forward pass.
+
+    The Rescale rule multiplies by Δout / Δin, whatever is explained: it is found in the first pass and kept.
+    Everything else, and the error for a module that runs twice, is left to the hook of `method`.
+    """
+
+    def __init__(self, method: DeepLift) -> None:
+        self._captum_hook, self._eps = method._backward_hook, method.eps
+        #: By module: its input (N inputs and N references), where Δin vanishes, and Δout / Δin, (N, …).
+        self._slopes: dict[nn.Module, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, module: nn.Module, grad_input: Tensor, grad_output: Tensor) -> Tensor:
+        """The gradient by the module's input, shape (2N, …)."""
+        rule = SUPPORTED_NON_LINEAR.get(type(module))
+        if rule is not nonlinear or not hasattr(module, "input") or not hasattr(module, "output"):
+            return cast(Tensor, self._captum_hook(module, grad_input, grad_output))
+        inputs, outputs = cast(Tensor, module.input), cast(Tensor, module.output)
+        if module not in self._slopes or self._slopes[module][0] is not inputs:
+            (x, x_reference), (y, y_reference) = inputs.chunk(2), outputs.chunk(2)
+            delta = x - x_reference
+            self._slopes[module] = inputs, delta.abs() < self._eps, (y - y_reference) / delta
+        _, vanishes, slope = self._slopes[module]
+        del module.input, module.output  # as Captum does, to notice a module that runs twice
+        halves = zip(grad_input.chunk(2), grad_output.chunk(2), strict=True)
+        return torch.cat([torch.where(vanishes, below, above * slope) for below, above in halves])
 
 
 class RuleHooks:

@@ -218,6 +218,29 @@ def test_joint_maps_are_captums_maps_of_the_relevance_model(build, options) -> N
         assert (maps[:, k] - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def test_deep_lift_notices_a_module_that_runs_twice() -> None:
+    """As without the wrapper: its rule needs one input and one output of each module."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.relu, self.head = (
+                nn.Linear(4, 6),
+                nn.Linear(6, 6),
+                nn.ReLU(),
+                nn.Linear(6, 2),
+            )
+
+        def forward(self, x: torch.Tensor):
+            return self.head(self.two(self.relu(self.one(self.relu(x)))))
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(2, 4)
+    for method in (DeepLift(model), DisentangledAttribution(DeepLift(model), "two", subspaces(6))):
+        with pytest.raises(RuntimeError, match="used more than once"):
+            method.attribute(x, target=1)
+
+
 def test_noise_tunnel_around_the_split_attributor() -> None:
     """Every noisy sample gets its own context; the maps are averaged, delta is (N · samples, K)."""
     model, x, u = conv_net(), images(), subspaces(8)
