@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .provenance import Provenance
 from .storage import read_tensors, write_tensors
 from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int
 
@@ -25,9 +26,18 @@ class Pairs:
         Activations and contexts, row by row.
     image : tensor of int, shape (N,), optional
         Which image each row comes from. Default: all from image 0.
+    provenance : Provenance, optional
+        How they were collected.
     """
 
-    def __init__(self, a: ArrayLike, c: ArrayLike, image: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        a: ArrayLike,
+        c: ArrayLike,
+        image: Tensor | None = None,
+        provenance: Provenance | None = None,
+    ) -> None:
+        self.provenance = provenance
         self.a, self.c = check_pairs(a, c)
         self.image = torch.zeros(len(self.a), dtype=torch.long) if image is None else image.long().cpu()
         if self.image.shape != (len(self.a),):
