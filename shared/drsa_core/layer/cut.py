@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,73 +11,79 @@ from torch import Tensor
 class Cut:
     """The two ends of the graph at the layer. To be called with the layer's activation in the forward pass.
 
+    Parameters
+    ----------
+    is_connected : bool
+        Whether the part above stays connected to the part below, for second derivatives. Only without it can
+        what goes around the layer be told from what goes through it.
+
     Attributes
     ----------
     below : tensor, shape (N, …, D, …)
         The activation, with its graph down to the inputs.
     above : tensor, shape (N, …, D, …)
-        The same values as a leaf: what the part above the layer depends on.
+        The same values: what the part above the layer depends on.
     """
 
     below: Tensor
     above: Tensor
 
+    def __init__(self, is_connected: bool = False) -> None:
+        self._is_connected = is_connected
+
     def __call__(self, activation: Tensor) -> Tensor:
         """What the next layer gets in the place of the activation."""
-        self.below = activation
-        self.above = activation.detach().clone().requires_grad_(torch.is_grad_enabled())
-        return self.above.clone()  # the next layer may work in place, which a leaf does not allow
-
-    def gradients_below(
-        self, inputs: tuple[Tensor, ...], cotangents: Tensor, layer_name: str
-    ) -> tuple[Tensor, ...]:
-        """Gradients at the inputs of ⟨φ(x), cotangent⟩ for each of K cotangents, shapes (N, K, …).
-
-        Parameters
-        ----------
-        inputs : tuple of tensor
-            The leaves that the forward pass began with.
-        cotangents : tensor, shape (K, N, …, D, …)
-        layer_name : str
-            For the error if there is no path.
-        """
-        last = len(cotangents) - 1
-        by_concept = [
-            gradients_at_inputs(self.below, inputs, k < last, layer_name, cotangent)
-            for k, cotangent in enumerate(cotangents)
-        ]
-        return tuple(torch.stack(parts, dim=1) for parts in zip(*by_concept, strict=True))
+        # Copies: the next layer may work in place, and neither a leaf nor what is kept here may change.
+        if self._is_connected:
+            self.below = activation.clone()
+            self.above = self.below.clone()
+        else:
+            self.below = activation.clone() if activation.requires_grad else activation
+            self.above = activation.detach().clone().requires_grad_(torch.is_grad_enabled())
+        return self.above.clone()
 
 
 def gradient_at_layer(
-    outputs: Tensor, activation: Tensor, layer_name: str, grad_outputs: Tensor | None = None
+    outputs: Tensor, activation: Tensor, layer_name: str, grad_outputs: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Gradient at the layer, or an error that says why there is none."""
-    gradient = None
+    return gradients_at_cut(outputs, activation, (), layer_name, grad_outputs, **options)[0]
+
+
+def gradients_at_cut(
+    outputs: Tensor,
+    activation: Tensor,
+    inputs: tuple[Tensor, ...],
+    layer_name: str,
+    grad_outputs: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Gradient at the layer, and those at the inputs by paths around the layer, None where there are none."""
+    gradient, around = None, ()
     if outputs.requires_grad:
-        (gradient,) = torch.autograd.grad(outputs, activation, grad_outputs, allow_unused=True)
+        gradient, *around = torch.autograd.grad(
+            outputs, (activation, *inputs), grad_outputs, allow_unused=True, **options
+        )
     if gradient is None:
         raise ValueError(
             f"no gradient flows from the explained score to layer {layer_name!r}: the score does not depend "
             "on that layer, or the model detaches it (torch.no_grad, .detach(), argmax). Choose another "
             "layer or target"
         )
-    return gradient
+    return gradient, tuple(around)
 
 
 def gradients_at_inputs(
     outputs: Tensor,
     inputs: tuple[Tensor, ...],
-    retain_graph: bool,
     layer_name: str,
     grad_outputs: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients at the inputs, or an error that says why there are none."""
     gradients: tuple[Tensor | None, ...] = (None,)
     if outputs.requires_grad:
-        gradients = torch.autograd.grad(
-            outputs, inputs, grad_outputs, retain_graph=retain_graph, allow_unused=True
-        )
+        gradients = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True, **options)
     found = tuple(gradient for gradient in gradients if gradient is not None)
     if len(found) != len(inputs):
         raise ValueError(

@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .subspaces import Subspaces
+from ..subspaces import Subspaces
 
 
 def context_from_relevance(a: Tensor, relevance: Tensor) -> Tensor:
     """Context c = R ⊘ a, and 0 on inactive neurons (section 3.2)."""
     active = a != 0
     return torch.where(active, relevance / torch.where(active, a, 1), 0)
-
-
-def lost_relevance(a: Tensor, relevance: Tensor) -> float:
-    """Share of Σ|R| that sits on zero activations, where the virtual layer cannot pass it on."""
-    total = relevance.abs().sum()
-    return float(relevance.abs()[a == 0].sum() / total) if total > 0 else 0.0
 
 
 def filter_context(c: Tensor, subspaces: Subspaces, dim: int = 1) -> Tensor:

@@ -1,0 +1,275 @@
+"""Leaving the user's model as it was: after success, an exception and Ctrl-C.
+
+Explaining changes a model for a while: hooks, merged weights, rules, attributes. A `Guard` takes a snapshot
+before the first change (`begin`) and restores it in one place (`end`). Ctrl-C is held back while that runs.
+Both adapters use it and nothing else to give a model back: `guarded` for one call, a `Guard` of its own for
+Zennit's composites, which stay registered between `__enter__` and `__exit__`.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
+
+# One lock per model. It cannot live on the model, where it would be copied and saved with it.
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def guarded(model: nn.Module | None, work: Callable[[], _T], also: Iterable[object] = ()) -> _T:
+    """Return `work()`; the model is afterwards as it was before, whatever happens.
+
+    A function rather than a context manager: an interrupt between a block and its `__exit__` would skip the
+    latter, while the two `finally` clauses here cover for each other.
+
+    Parameters
+    ----------
+    model : module or None
+        None for a forward function whose modules are not known: they are noted as they run.
+    work : function
+        What to do. It runs outside of inference mode, and without PyTorch's fused attention, which would
+        leave out the hooks on the modules inside.
+    also : iterable of objects
+        Objects outside the tree of modules whose attributes are to be kept, such as Captum's rules.
+    """
+    guard = Guard(model, also)
+    try:
+        try:
+            guard.begin()
+            with torch.inference_mode(False):
+                return work()
+        finally:
+            guard.end()
+    finally:
+        guard.end()
+
+
+class Guard:
+    """A model's state from `begin` to `end`, the lock that keeps other threads out, and a hold on Ctrl-C.
+
+    `end` may be called at any time and more than once. One thread at a time may work on a model; another one
+    waits in `begin`.
+
+    Parameters
+    ----------
+    model, also
+        As in `guarded`.
+    """
+
+    def __init__(self, model: nn.Module | None, also: Iterable[object] = ()) -> None:
+        self._model, self._also = model, tuple(also)
+        self._interrupts = _Interrupts()
+        self._lock: Any = None
+        self._state: ModelState | None = None
+        self._watch: Any = None
+        self._fused_attention: bool | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `begin` was called, and `end` was not yet."""
+        return self._state is not None
+
+    def begin(self) -> None:
+        """Note the state of the model. Waits if another thread works on it."""
+        self._interrupts.install()
+        if self._model is not None:
+            self._acquire(_lock_of(self._model))
+        self._state = state = ModelState(self._model, self._also)
+        if self._model is None:
+            self._watch = register_module_forward_pre_hook(_watching(state))
+        self._fused_attention = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        state.run_eagerly()
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an interrupt is held back at the moment."""
+        return self._interrupts.is_holding
+
+    def end(self) -> None:
+        """Restore the model, let other threads in, and deliver an interrupt that came meanwhile."""
+        self._restore()
+        self._interrupts.deliver()
+
+    def _acquire(self, lock: Any) -> None:
+        # Uninterrupted, so that the lock is not taken without being noted; hence not one long wait.
+        while not lock.acquire(timeout=0.1):
+            if self.was_interrupted:
+                self._interrupts.uninstall()
+                self._interrupts.deliver()
+        self._lock = lock
+
+    def _restore(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+        if self._state is not None:
+            self._state.restore()
+            self._state = None
+        if self._fused_attention is not None:
+            torch.backends.mha.set_fastpath_enabled(self._fused_attention)
+            self._fused_attention = None
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.release()
+        self._interrupts.uninstall()
+
+
+def uninterrupted(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make a method one that Ctrl-C does not enter while a `Guard` is active; it is delivered by its `end`."""
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return method(*args, **kwargs)
+
+    _UNINTERRUPTED.add(wrapper.__code__)
+    return wrapper
+
+
+# Code in which Ctrl-C is held back; all wrappers of `uninterrupted` share one code object.
+_UNINTERRUPTED: set[CodeType] = {Guard._acquire.__code__, Guard._restore.__code__, Guard.end.__code__}
+
+
+class _Interrupts:
+    """A handler of SIGINT that holds it back in `_UNINTERRUPTED` code and else does what was done before.
+
+    Python runs signal handlers in the main thread alone; in other threads there is nothing to hold back.
+    """
+
+    def __init__(self) -> None:
+        self._previous: _Handler | None = None
+        self._held: list[FrameType | None] = []
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    def install(self) -> None:
+        if self._previous is not None or threading.current_thread() is not threading.main_thread():
+            return
+        previous = signal.getsignal(signal.SIGINT)
+        if callable(previous):  # else it is ignored, or left to the system, and no exception can come
+            self._previous = previous
+            signal.signal(signal.SIGINT, self._handle)
+
+    def uninstall(self) -> None:
+        # Another handler that was installed in between stays.
+        if self._previous is not None and signal.getsignal(signal.SIGINT) == self._handle:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def deliver(self) -> None:
+        """Hand an interrupt that was held back to the handler that was there before."""
+        previous, self._previous = self._previous, None
+        if previous is not None and self._held:
+            frame = self._held.pop()
+            self._held.clear()
+            previous(signal.SIGINT, frame)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        above = frame
+        while above is not None:
+            if above.f_code in _UNINTERRUPTED:
+                self._held.append(frame)
+                return
+            above = above.f_back
+        if self._previous is not None:
+            self._previous(number, frame)
+
+
+class ModelState:
+    """All that explaining may change about modules, as it was when this was made.
+
+    Parameters, buffers, hooks, children, attributes and flags of all modules, and the attributes of the
+    objects in `also`. Parameters are kept by reference: what replaces them (`parameter.data = …`) leaves the
+    old values alone. Buffers are copied, since batch norms in training mode write to them.
+    """
+
+    def __init__(self, model: nn.Module | None, also: Iterable[object] = ()) -> None:
+        self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, dict[Any, Any]]]] = {}
+        self._parameters: dict[nn.Parameter, tuple[Tensor, bool]] = {}
+        self._buffers: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._objects = [(vars(thing), dict(vars(thing))) for thing in also]
+        if model is not None:
+            self.add(model)
+
+    def add(self, model: nn.Module) -> None:
+        """Take in the modules of another model, as they are now."""
+        for module in model.modules():
+            if module in self._modules:
+                continue
+            values = dict(vars(module))
+            contents = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._parameters.setdefault(parameter, (parameter.data, parameter.requires_grad))
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer not in self._buffers:
+                    self._buffers[buffer] = buffer.data, buffer.detach().clone()
+            self._modules[module] = values, contents
+
+    def run_eagerly(self) -> None:
+        """Switch `model.compile()` off: a compiled graph does not know the hooks that are about to come."""
+        for module in self._modules:
+            if vars(module).get("_compiled_call_impl") is not None:
+                vars(module)["_compiled_call_impl"] = None
+
+    def restore(self) -> None:
+        """Put everything back. May be called again, also after a call that was interrupted."""
+        # Values first: should anything below fail, the network still computes what it did.
+        for parameter, (data, requires_grad) in self._parameters.items():
+            if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+                parameter.data = data
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for buffer, (data, copy) in self._buffers.items():
+            if buffer.data_ptr() != data.data_ptr() or buffer.shape != data.shape:
+                buffer.data = data
+            # Only where needed: a write would bump the version that a graph of the user's may rely on.
+            if not torch.equal(data, copy):
+                with torch.no_grad():
+                    data.copy_(copy)
+        for module, (values, contents) in self._modules.items():
+            for name, content in contents.items():
+                _restore_dict(values[name], content)
+            _restore_dict(vars(module), values)
+        for current, before in self._objects:
+            _restore_dict(current, before)
+
+
+def _restore_dict(current: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if list(current) == list(before):
+        for key, value in before.items():
+            if current[key] is not value:
+                current[key] = value
+        return
+    # Hooks run in the order of their dict: it is rebuilt where one was taken out and has to go back.
+    current.clear()
+    current.update(before)
+
+
+def _watching(state: ModelState) -> Callable[[nn.Module, Any], None]:
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:  # the hook is global, but other threads' models are not ours
+            state.add(module)
+
+    return note
+
+
+def _lock_of(model: nn.Module) -> Any:
+    with _locks_lock:
+        return _locks.setdefault(model, threading.RLock())

@@ -1,0 +1,189 @@
+"""What is to be explained: forward function, layer, inputs and target, and the ways to run it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..target import Target, select_scores, target_of_example
+from .shapes import as_activation
+
+Forward: TypeAlias = Callable[..., Any]
+Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
+
+
+class _Stop(BaseException):
+    """Ends a forward pass at the layer. Not an Exception, which a model's own `except Exception` would keep."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch to explain.
+
+    Attributes
+    ----------
+    forward : callable
+        The attributor's forward function, usually the model.
+    layer, layer_name
+        The module whose output is the activation a = φ(x), and how to call it in messages.
+    inputs : tuple of tensor
+        Shapes (N, …).
+    target
+        Which output is explained.
+    channel_dim : int
+        Axis of the features in the activation.
+    args : tuple
+        Additional forward arguments.
+    has_batch_axis : tuple of bool
+        Which of `args` are tensors with the examples along their first axis; see `with_batch_axes`.
+    """
+
+    forward: Forward
+    layer: nn.Module
+    layer_name: str
+    inputs: tuple[Tensor, ...]
+    target: Target
+    channel_dim: int = 1
+    args: tuple[Any, ...] = ()
+    has_batch_axis: tuple[bool, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    # ------------------------------------------------------------------ parts
+
+    def example(self, i: int) -> Request:
+        """The request for example i alone, as a batch of one."""
+        return replace(
+            self,
+            inputs=tuple(x[i : i + 1] for x in self.inputs),
+            args=self._mapped_args(lambda v: v[i : i + 1]),
+            target=target_of_example(self.target, i),
+        )
+
+    def repeated(self, times: int) -> Request:
+        """The request for a batch of one with that example repeated."""
+        return replace(
+            self,
+            inputs=tuple(x.expand(times, *x.shape[1:]) for x in self.inputs),
+            args=self._mapped_args(lambda v: v.expand(times, *v.shape[1:])),
+        )
+
+    def _mapped_args(self, change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        pairs = zip(self.args, self.has_batch_axis, strict=True)
+        return tuple(change(value) if batched else value for value, batched in pairs)
+
+    def select(self, output: object) -> Tensor:
+        """The explained score y of each row of the model's output, shape (n,)."""
+        return select_scores(output, self.target)
+
+    # ------------------------------------------------------------------ runs
+
+    def run(self, cut: Callable[[Tensor], Tensor]) -> Any:
+        """The model's output, with `cut(activation)` in the place of the layer's activation."""
+        n_runs = 0
+
+        def hook(activation: object) -> Tensor:
+            nonlocal n_runs
+            n_runs += 1
+            if n_runs > 1:
+                raise ValueError(
+                    f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
+                    "single activation; choose a layer that runs once (e.g. the block around it)"
+                )
+            return cut(as_activation(activation, self.layer, self.layer_name, self.channel_dim))
+
+        with _hooked(self.layer, hook):
+            output = self.forward(*copies(self.inputs), *self.args)
+        if not n_runs:
+            raise ValueError(_not_reached(self.layer_name))
+        return output
+
+    def activation(self) -> Tensor:
+        """φ(x), shape (N, …, D, …); nothing above the layer is run."""
+        return self.activation_of((*self.inputs, *self.args))
+
+    def activation_of(self, args: Sequence[Any]) -> Tensor:
+        """The layer's activation for other arguments of the forward function."""
+        found: list[Tensor] = []
+
+        def hook(activation: object) -> Tensor:
+            found.append(as_activation(activation, self.layer, self.layer_name, self.channel_dim))
+            raise _Stop
+
+        n_inputs = len(self.inputs)
+        with _hooked(self.layer, hook):
+            try:
+                self.forward(*copies(args[:n_inputs]), *args[n_inputs:])
+            except _Stop:
+                return found[0]
+        raise ValueError(_not_reached(self.layer_name))
+
+
+def copies(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a model may overwrite: the first layer may work in place."""
+    return tuple(x.clone() for x in inputs)
+
+
+def with_batch_axes(request: Request) -> Request:
+    """The request with the additional arguments told apart: one row for each example, or the same for all.
+
+    A tensor whose length is not N is the same for all. For one of length N the model is asked: of a batch,
+    the first example alone must get the score that it gets in the batch.
+    """
+    n = len(request)
+    unclear = tuple(isinstance(v, Tensor) and v.ndim > 0 and len(v) == n for v in request.args)
+    request = replace(request, has_batch_axis=unclear)
+    if not any(unclear):
+        return request
+    only = [i for i, is_unclear in enumerate(unclear) if is_unclear]
+    choices = [unclear, *(tuple(u and i != j for i, u in enumerate(unclear)) for j in only)]
+    choices.append((False,) * len(unclear))
+    with torch.no_grad():
+        expected = request.select(request.forward(*copies(request.inputs), *request.args))
+        for choice in choices:
+            if _reproduces(replace(request, has_batch_axis=choice), expected):
+                return replace(request, has_batch_axis=choice)
+    raise ValueError(
+        f"additional_forward_args {only} (counted from 0) have as many rows as there are examples ({n}), but "
+        "the model gives an example alone another score than in the batch, whether it gets its row of them or "
+        "all rows; bind what is the same for all examples into the forward function"
+    )
+
+
+def _reproduces(request: Request, expected: Tensor) -> bool:
+    try:
+        part = request.example(0) if len(request) > 1 else request.repeated(2)
+        score = part.select(part.forward(*copies(part.inputs), *part.args))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    # Another batch size may change the order of summation, hence not bit for bit.
+    return torch.allclose(score, expected[:1].expand_as(score), rtol=1e-3, atol=1e-5)
+
+
+@contextmanager
+def _hooked(layer: nn.Module, hook: Callable[[object], Tensor]) -> Iterator[None]:
+    thread = threading.get_ident()
+
+    def forward_hook(module: nn.Module, args: object, output: object) -> Tensor | None:
+        # Another thread may run the same model for other purposes.
+        return hook(output) if threading.get_ident() == thread else None
+
+    handle = layer.register_forward_hook(forward_hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _not_reached(name: str) -> str:
+    return (
+        f"layer {name!r} was not run in the forward pass: it is no part of this model, or the model skips it "
+        "for these inputs; choose a layer that is called as a module"
+    )
