@@ -127,8 +127,7 @@ def unpack_pairs(
             "contexts are missing: give fit(a, c) with arrays or tensors (n_samples, n_features), or "
             f"fit(pairs) with drsa_core.Pairs; got only {type(a).__name__}"
         )
-    activations: ArrayLike = a  # type: ignore[assignment]  # anything else is refused when it is checked
-    return activations, activations if c is None else c, None
+    return a, a if c is None else c, None
 
 
 def with_provenance(metadata: dict[str, Any], provenance: Any) -> dict[str, Any]:
