@@ -217,7 +217,7 @@ def manipulate(
 
 @dataclass(frozen=True)
 class MapErrors:
-    """Mean squared errors of maps, shapes (N,), and correlations over pixels, which ignore the scale."""
+    """Mean squared errors of maps in float64, shapes (N,), and correlations, which ignore the scale."""
 
     to_original: Tensor
     to_target: Tensor
@@ -236,8 +236,8 @@ def map_errors(maps: Tensor, original: Tensor, target: Tensor) -> MapErrors:
         return (first * second).sum(1).to(maps.dtype)
 
     return MapErrors(
-        (maps - original).square().mean((1, 2)),
-        (maps - target).square().mean((1, 2)),
+        (maps.double() - original.double()).square().mean((1, 2)),
+        (maps.double() - target.double()).square().mean((1, 2)),
         correlation(original),
         correlation(target),
     )
