@@ -48,8 +48,8 @@ def test_repr_shows_what_is_not_the_default() -> None:
     assert repr(DRSA()) == "DRSA()"
     assert repr(DRSA(n_subspaces=3, random_state=0)) == "DRSA(n_subspaces=3, random_state=0)"
     assert repr(DSA(dims=[1, 2])) == "DSA(dims=[1, 2])"
-    assert repr(PRCA(np.int64(2))) == "PRCA(n_components=np.int64(2))"
-    assert repr(DRSA(dims=np.array([1, 2]))) == "DRSA(dims=array([1, 2]))"
+    assert repr(PRCA(np.int64(2))) == "PRCA(n_components=np.int64(2))"  # type: ignore[arg-type]
+    assert repr(DRSA(dims=np.array([1, 2]))) == "DRSA(dims=array([1, 2]))"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -183,16 +183,19 @@ def test_numbers_of_numpy(pairs) -> None:
     """Every number as a NumPy scalar or 0-d array: the same fit, and metadata that JSON can hold."""
     plain = {"q": 0.5, "n_init": 2, "max_iter": 400, "tol": 2.0**-15, "balance": 0.5}
     expected = DRSA(2, random_state=0, **plain).fit(pairs).subspaces_  # type: ignore[arg-type]
-    for real, whole in [(np.float32, np.int64), (np.float16, np.uint16), (np.array, np.array)]:
+    kinds: list[tuple[Any, Any]] = [(np.float32, np.int64), (np.float16, np.uint16), (np.array, np.array)]
+    for real, whole in kinds:
         numbers: dict[str, Any] = {
             name: real(value) if isinstance(value, float) else whole(value) for name, value in plain.items()
         }
         found = DRSA(whole(2), random_state=0, **numbers).fit(pairs).subspaces_
         assert torch.equal(found.basis, expected.basis)
         assert found.metadata == expected.metadata
-    for dims in (np.array([2, 4]), torch.tensor([2, 4]), (np.int8(2), np.int8(4))):
+    some_dims: list[Any] = [np.array([2, 4]), torch.tensor([2, 4]), (np.int8(2), np.int8(4))]
+    for dims in some_dims:
         assert sorted(DRSA(dims=dims, random_state=0, n_init=1).fit(pairs).subspaces_.dims) == [2, 4]
-    for estimator in (PRCA, PCA, MaxRel):
+    estimators: list[Any] = [PRCA, PCA, MaxRel]
+    for estimator in estimators:
         found = estimator(np.int64(2)).fit(pairs).subspaces_
         assert found.metadata["solver"]["n_components"] == 2
 
