@@ -3,6 +3,7 @@
 from .baselines import DSA, PCA, MaxRel, RandomSubspaces
 from .concepts import ibd_subspaces, netdissect_subspaces
 from .drsa import DRSA, ConvergenceWarning
+from .estimator import NotFittedError
 from .layers import find_layer, model_fingerprint
 from .pairs import Pairs, PairStore, sample_pairs
 from .prca import PRCA
@@ -16,6 +17,7 @@ __all__ = [
     "PRCA",
     "ConvergenceWarning",
     "MaxRel",
+    "NotFittedError",
     "PairStore",
     "Pairs",
     "RandomSubspaces",

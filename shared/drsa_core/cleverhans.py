@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .detection import RocCurve, SpRAy, auroc, rectified_relevance, roc_curve
+from .parameters import Seed, as_float, as_int, as_int_labels, torch_generator
 from .refinement import ConceptRelevance, RefinedModel, excess_relevance, mean_relevance
 from .reweighting import deep_feature_reweighting, train_last_layer
+from .validation import as_float_tensor, check_finite
 
 __all__ = [
     "ConceptRelevance",
@@ -44,7 +47,7 @@ def poison(
     watermarks: Sequence[Callable[[Tensor], Tensor]],
     rate: float,
     spare: int,
-    random_state: int | None = None,
+    random_state: Seed = None,
 ) -> tuple[Tensor, Tensor]:
     """Put a random watermark on a share of the images of all classes but one (Note J.1).
 
@@ -67,21 +70,14 @@ def poison(
         A copy.
     poisoned : tensor of bool, shape (N,)
     """
-    labels = torch.as_tensor(labels).cpu()
-    if images.ndim != 4 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"images must have shape (N, C, H, W) and labels (N,), got {tuple(images.shape)} and "
-            f"{tuple(labels.shape)}"
-        )
-    if not 0 <= rate <= 1:
-        raise ValueError(f"rate must lie between 0 and 1, got {rate!r}; 25 % is 0.25")
+    if images.ndim != 4:
+        raise ValueError(f"images must have shape (N, C, H, W), got {tuple(images.shape)}")
+    check_finite(images, "images")
+    labels = as_int_labels(labels, len(images), "image")
+    spare, rate = as_int(spare, "spare"), as_float(rate, "rate (25 % is 0.25)", 0, 1)
     if not watermarks:
         raise ValueError("watermarks must hold at least one function from image to image")
-    generator = torch.Generator()
-    if random_state is None:
-        generator.seed()
-    else:
-        generator.manual_seed(random_state)
+    generator = torch_generator(random_state)
     candidates = (labels != spare).nonzero()[:, 0]
     chosen = candidates[torch.randperm(len(candidates), generator=generator)[: round(rate * len(candidates))]]
     images, poisoned = images.clone(), torch.zeros(len(images), dtype=torch.bool)
@@ -94,6 +90,10 @@ def poison(
 
 def confusion_matrix(labels: Tensor, predicted: Tensor, n_classes: int) -> Tensor:
     """Number of images of class i (row) predicted as class j (column), shape (n_classes, n_classes)."""
+    n_classes = as_int(n_classes, "n_classes", 1)
+    for name, value in (("labels", labels), ("predicted", predicted)):
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(f"{name} must not be a masked array; drop the masked entries, or fill them")
     labels, predicted = torch.as_tensor(labels).cpu(), torch.as_tensor(predicted).cpu()
     if labels.ndim != 1 or labels.shape != predicted.shape:
         raise ValueError(
@@ -110,9 +110,11 @@ def confusion_matrix(labels: Tensor, predicted: Tensor, n_classes: int) -> Tenso
 
 def ranks(outputs: Tensor, target: int) -> Tensor:
     """Rank of a class among the outputs (N, n_outputs) of each image, shape (N,); 1 is the prediction."""
+    target, outputs = as_int(target, "target"), as_float_tensor(outputs, "outputs")
     if outputs.ndim != 2 or not 0 <= target < outputs.shape[1]:
         raise ValueError(
             f"outputs must have shape (N, n_outputs) with more than target = {target} of them, got "
             f"{tuple(outputs.shape)}"
         )
+    check_finite(outputs, "outputs")
     return 1 + (outputs > outputs[:, target, None]).sum(1)

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import torch
 
+from .estimator import Activations, unpack_pairs, with_provenance
+from .parameters import as_int
+from .scaling import feature_relevance, unit_rows
 from .subspaces import RESIDUAL, Subspaces
-from .validation import ArrayLike, check_finite, check_matrix, check_nonzero_contexts, check_pairs
+from .validation import ArrayLike, check_matrix, check_nonzero_contexts, check_pairs
 
 
 def netdissect_subspaces(
     concepts: Mapping[int, str] | Sequence[str] | str | PathLike[str],
-    a: ArrayLike,
-    c: ArrayLike,
+    a: Activations,
+    c: ArrayLike | None = None,
     n_subspaces: int | None = 4,
 ) -> Subspaces:
     """One subspace per concept, spanned by the canonical vectors of the filters that NetDissect gave it.
@@ -30,7 +33,7 @@ def netdissect_subspaces(
         The concept of each filter: {filter: concept}, a sequence in the order of the filters, or the path
         of a NetDissect tally, a CSV file with columns `unit` (counted from 1) and `label`.
     a, c : array or tensor, shape (N, D)
-        Activations and contexts by which the concepts are ranked.
+        Activations and contexts by which the concepts are ranked; or `Pairs` as `a`, and no `c`.
     n_subspaces : int or None
         How many of the best concepts to keep; None keeps all.
 
@@ -39,7 +42,8 @@ def netdissect_subspaces(
     Subspaces
         Named after the concepts, best first. What the kept ones leave over is `completed()`'s residual.
     """
-    a, c = check_pairs(a, c)
+    activations, contexts, provenance = unpack_pairs(a, c)
+    a, c = check_pairs(activations, contexts)
     check_nonzero_contexts(c)
     n_features = a.shape[1]
     if isinstance(concepts, str | PathLike):
@@ -54,17 +58,22 @@ def netdissect_subspaces(
     filters: dict[str, list[int]] = {}
     for index in range(n_features):
         filters.setdefault(concepts[index], []).append(index)
-    if n_subspaces is not None and not 1 <= n_subspaces <= len(filters):
-        raise ValueError(f"n_subspaces must be 1…{len(filters)}, the number of concepts, got {n_subspaces}")
+    if n_subspaces is not None:
+        n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
+        if n_subspaces > len(filters):
+            raise ValueError(
+                f"n_subspaces must be 1…{len(filters)}, the number of concepts, got {n_subspaces}"
+            )
 
-    relevance = (a.double() * c.double()).mean(0)
+    relevance, _ = feature_relevance(a, c)
     # Ties in the order of the filters: the sort is stable.
     ranked = sorted(filters, key=lambda name: float(relevance[filters[name]].mean()), reverse=True)
     kept = ranked[:n_subspaces]
     identity = torch.eye(n_features, dtype=a.dtype, device=a.device)
     basis = torch.cat([identity[:, filters[name]] for name in kept], dim=1)
     dims = [len(filters[name]) for name in kept]
-    return Subspaces(basis, dims, kept, metadata={"solver": {"name": "NetDissect"}})
+    metadata = with_provenance({"solver": {"name": "NetDissect"}}, provenance)
+    return Subspaces(basis, dims, kept, metadata=metadata)
 
 
 def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residual: bool = True) -> Subspaces:
@@ -83,16 +92,17 @@ def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residu
         Add what the concepts do not span as a last block.
     """
     rows = check_matrix(vectors, "vectors")
-    check_finite(rows, "vectors")
-    basis = rows.double().T
+    for k, row in enumerate(rows):
+        if not row.any():
+            raise ValueError(f"concept vector {k} is zero and has no direction; leave it out")
+    # Lengths cancel in R_k; unit vectors keep the numbers in range, and the rank tells about directions.
+    basis = unit_rows(rows).T
     rank = int(torch.linalg.matrix_rank(basis))
     if rank < basis.shape[1]:
         raise ValueError(
             f"the {basis.shape[1]} concept vectors must be linearly independent, but span only {rank} "
             f"of {basis.shape[0]} dimensions; leave out duplicates"
         )
-    # Lengths cancel in R_k; unit vectors keep the numbers in range.
-    basis = basis / basis.norm(dim=0)
     dual = torch.linalg.pinv(basis).T
     if names is not None and RESIDUAL in names:
         raise ValueError(f"the name {RESIDUAL!r} is kept for what the concepts do not span")
@@ -106,4 +116,12 @@ def _read_tally(path: Path) -> dict[int, str]:
         rows = list(csv.DictReader(file))
     if not rows or not {"unit", "label"} <= rows[0].keys():
         raise ValueError(f"{path} must be a CSV file with columns unit and label, as NetDissect's tally.csv")
-    return {int(row["unit"]) - 1: row["label"] for row in rows}
+    concepts: dict[int, str] = {}
+    for line, row in enumerate(rows, start=2):  # the first line holds the names of the columns
+        unit, label = row["unit"] or "", row["label"]
+        if not unit.strip().isdecimal() or not label:
+            raise ValueError(f"{path}, line {line}: unit must be a number from 1 and label a name, got {row}")
+        if int(unit) - 1 in concepts:
+            raise ValueError(f"{path}, line {line}: unit {unit} is there twice")
+        concepts[int(unit) - 1] = label
+    return concepts

@@ -10,7 +10,10 @@ import torch
 from scipy.cluster.vq import ClusterError, kmeans2
 from torch import Tensor
 
-from .validation import ArrayLike, as_float_tensor, check_finite, check_positive_int
+from .estimator import NotFittedError
+from .parameters import Seed, as_int, as_seed
+from .scaling import unit_rows
+from .validation import ArrayLike, as_float_tensor, check_finite
 
 
 def rectified_relevance(relevance: Tensor) -> Tensor:
@@ -61,6 +64,8 @@ def roc_curve(scores: ArrayLike, labels: ArrayLike) -> RocCurve:
         What is there.
     """
     scores = as_float_tensor(scores, "scores").double().cpu()
+    if isinstance(labels, np.ma.MaskedArray):
+        raise TypeError("labels must not be a masked array; drop the masked entries, or fill them")
     positive = torch.as_tensor(labels).cpu()
     if scores.ndim != 1 or positive.shape != scores.shape:
         raise ValueError(
@@ -124,13 +129,13 @@ class SpRAy:
         pool: int = 8,
         n_init: int = 10,
         max_iter: int = 100,
-        random_state: int | None = None,
+        random_state: Seed = None,
     ) -> None:
-        self.n_clusters = check_positive_int(n_clusters, "n_clusters")
-        self.pool = check_positive_int(pool, "pool")
-        self.n_init = check_positive_int(n_init, "n_init")
-        self.max_iter = check_positive_int(max_iter, "max_iter")
-        self.random_state = random_state
+        self.n_clusters = as_int(n_clusters, "n_clusters", 1)
+        self.pool = as_int(pool, "pool", 1)
+        self.n_init = as_int(n_init, "n_init", 1)
+        self.max_iter = as_int(max_iter, "max_iter", 1)
+        self.random_state = as_seed(random_state)
 
     def fit(self, maps: Tensor) -> Self:
         """Find the clusters of maps (N, H, W) or (N, C, H, W)."""
@@ -162,7 +167,7 @@ class SpRAy:
     def distances(self, maps: Tensor) -> Tensor:
         """Distance of each map to each centre, shape (N, n_clusters): the test statistics of Note J.1."""
         if not hasattr(self, "centres_"):
-            raise ValueError("SpRAy is not fitted; call fit(maps) first")
+            raise NotFittedError("SpRAy is not fitted; call fit(maps) first")
         features = self.features(maps)
         if features.shape[1] != self.centres_.shape[1]:
             raise ValueError(
@@ -188,4 +193,4 @@ class SpRAy:
             maps = maps.sum(1)
         pooled = torch.nn.functional.avg_pool2d(maps[:, None], self.pool) * self.pool**2
         rectified = pooled.clamp(min=0).flatten(1)
-        return torch.nn.functional.normalize(rectified, dim=1)
+        return unit_rows(rectified)

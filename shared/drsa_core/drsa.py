@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -13,12 +13,15 @@ from scipy.stats import ortho_group
 from torch import Tensor
 from tqdm import tqdm
 
+from .estimator import Activations, Estimator, with_provenance
 from .objective import Objective
 from .pairs import level, normalise
+from .parameters import Seed, as_float, as_int, as_seed
 from .quasi_newton import quasi_newton
+from .scaling import unit_scale
 from .solvers import Result, gradient_ascent
 from .subspaces import Subspaces
-from .validation import ArrayLike, as_float_tensor, check_nonzero_contexts, check_pairs, check_positive_int
+from .validation import ArrayLike, as_float_tensor, check_nonzero_contexts
 
 #: Solvers by name, with their default max_iter and tol; the paper's loop never stops early.
 SOLVERS = {"quasi-newton": (quasi_newton, 500, 3e-6), "paper": (gradient_ascent, 5000, 0.0)}
@@ -31,13 +34,16 @@ class ConvergenceWarning(UserWarning):
 def block_sizes(n_features: int, n_subspaces: int, dims: Sequence[int] | None) -> tuple[int, ...]:
     """Sizes of K blocks in D dimensions: `dims` if given, else D/K, the first ones one larger if need be."""
     if dims is not None:
-        sizes = tuple(check_positive_int(d, "every entry of dims") for d in dims)
+        if isinstance(dims, str) or not isinstance(dims, Iterable):
+            raise ValueError(f"dims must be a sequence of block sizes, one for each subspace, got {dims!r}")
+        sizes = tuple(as_int(d, "every entry of dims", 1) for d in dims)
         if not sizes or sum(sizes) > n_features:
             raise ValueError(
                 f"dims must add up to at most D = {n_features}, got {sizes} with sum {sum(sizes)}"
             )
         return sizes
-    if check_positive_int(n_subspaces, "n_subspaces") > n_features:
+    n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
+    if n_subspaces > n_features:
         raise ValueError(f"n_subspaces must be at most D = {n_features}, got {n_subspaces}")
     small, larger = divmod(n_features, n_subspaces)
     return (small + 1,) * larger + (small,) * (n_subspaces - larger)
@@ -51,7 +57,7 @@ def random_orthogonal(n_features: int, seed: int | np.random.Generator | None) -
     return torch.as_tensor(ortho_group.rvs(n_features, random_state=generator))
 
 
-class DRSA:
+class DRSA(Estimator):
     """Disentangled relevant subspace analysis: max_U M^q_k [ M²_n [ R⁺_kn(U) ] ] subject to UᵀU = I.
 
     Parameters
@@ -70,7 +76,7 @@ class DRSA:
         Stop when the relative gain per iteration, over the last ten, falls below it. Default 3e-6, or 0 for
         the paper's loop, which then never stops early.
     random_state : int or None
-        Seed of the starts; the same seed gives the same result.
+        Seed of the starts, at least 0; the same seed gives the same result.
     progress : bool
         Show a progress bar.
     balance : float
@@ -116,7 +122,7 @@ class DRSA:
         n_init: int = 3,
         max_iter: int | None = None,
         tol: float | None = None,
-        random_state: int | None = None,
+        random_state: Seed = None,
         progress: bool = False,
         solver: str = "quasi-newton",
         balance: float = 0.0,
@@ -132,31 +138,31 @@ class DRSA:
         self.solver = solver
         self.balance = balance
 
-    def fit(self, a: ArrayLike, c: ArrayLike, init: ArrayLike | None = None) -> Self:
-        """Fit from activations and contexts of shape (N, D).
+    def fit(self, a: Activations, c: ArrayLike | None = None, init: ArrayLike | None = None) -> Self:
+        """Fit from activations and contexts of shape (N, D), or from `Pairs` alone.
 
         `init` (D, D) is an orthogonal start to use instead of the `n_init` random ones.
         """
-        a, c = check_pairs(a, c)
+        a, c, provenance = self._pairs(a, c)
         check_nonzero_contexts(c)
         n_features = a.shape[1]
         dims = block_sizes(n_features, self.n_subspaces, self.dims)
-        self._check_parameters()
+        chosen = self._checked_parameters()
         if len(a) < len(dims):
             raise ValueError(
                 f"{len(dims)} subspaces need at least as many samples, got {len(a)}; collect more pairs"
             )
-        solve, max_iter, tol = SOLVERS[self.solver]
-        max_iter = max_iter if self.max_iter is None else self.max_iter
-        tol = tol if self.tol is None else self.tol
+        solve, max_iter, tol = SOLVERS[self.solver][0], chosen.max_iter, chosen.tol
 
-        levelled_a, levelled_c = level(a, c, self.balance)
-        objective = Objective(normalise(levelled_a), normalise(levelled_c), dims, self.q)
-        generator = np.random.default_rng(self.random_state)
+        # Neither the objective nor the order of the blocks depends on the scale of the data.
+        a, c = unit_scale(a)[0], unit_scale(c)[0]
+        levelled_a, levelled_c = level(a, c, chosen.balance)
+        objective = Objective(normalise(levelled_a), normalise(levelled_c), dims, chosen.q)
+        generator = np.random.default_rng(chosen.seed)
         if init is not None:
             starts = [_check_start(init, n_features).to(a)]
         else:
-            starts = [random_orthogonal(n_features, generator).to(a) for _ in range(self.n_init)]
+            starts = [random_orthogonal(n_features, generator).to(a) for _ in range(chosen.n_init)]
         self.results_: list[Result] = []
         for i, start in enumerate(starts):
             title = f"{type(self).__name__} start {i + 1}/{len(starts)}"
@@ -183,10 +189,12 @@ class DRSA:
             )
         self.objective_ = best.objective
         self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged
-        self.subspaces_ = self._subspaces(best, dims, a, c)
+        self.subspaces_ = self._subspaces(best, dims, chosen, a, c, provenance)
         return self
 
-    def _subspaces(self, best: Result, dims: tuple[int, ...], a: Tensor, c: Tensor) -> Subspaces:
+    def _subspaces(
+        self, best: Result, dims: tuple[int, ...], chosen: _Parameters, a: Tensor, c: Tensor, provenance: Any
+    ) -> Subspaces:
         """The blocks of the best run, sorted by mean relevance E[a·c] (not a·a) within each."""
         found = Subspaces(best.basis[:, : sum(dims)], dims)
         order = found.relevance(a, c).mean(0).argsort(descending=True, stable=True)
@@ -194,27 +202,40 @@ class DRSA:
         solver = {
             "name": type(self).__name__,
             "solver": self.solver,
-            "q": self.q,
-            "balance": self.balance,
+            "q": chosen.q,
+            "balance": chosen.balance,
             "objective": self.objective_,
             "n_iter": self.n_iter_,
             "converged": self.converged_,
             "n_samples": len(a),
         }
-        return Subspaces(ordered.basis, ordered.dims, metadata={"solver": solver, "seed": self.random_state})
+        metadata = with_provenance({"solver": solver, "seed": chosen.seed}, provenance)
+        return Subspaces(ordered.basis, ordered.dims, metadata=metadata)
 
-    def _check_parameters(self) -> None:
-        if self.solver not in SOLVERS:
+    def _checked_parameters(self) -> _Parameters:
+        if not isinstance(self.solver, str) or self.solver not in SOLVERS:
             raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {self.solver!r}")
-        if not math.isfinite(self.q):
-            raise ValueError(f"q must be a finite number, got {self.q!r}")
-        if not 0 <= self.balance <= 1:
-            raise ValueError(f"balance must be between 0 and 1, got {self.balance!r}")
-        check_positive_int(self.n_init, "n_init")
-        if self.max_iter is not None:
-            check_positive_int(self.max_iter, "max_iter")
-        if self.tol is not None and not self.tol >= 0:
-            raise ValueError(f"tol must be at least 0, got {self.tol!r}")
+        _, max_iter, tol = SOLVERS[self.solver]
+        return _Parameters(
+            q=as_float(self.q, "q"),
+            n_init=as_int(self.n_init, "n_init", 1),
+            max_iter=max_iter if self.max_iter is None else as_int(self.max_iter, "max_iter", 1),
+            tol=tol if self.tol is None else as_float(self.tol, "tol", 0),
+            balance=as_float(self.balance, "balance", 0, 1),
+            seed=as_seed(self.random_state),
+        )
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Parameters of a fit as plain Python numbers, checked and with defaults filled in."""
+
+    q: float
+    n_init: int
+    max_iter: int
+    tol: float
+    balance: float
+    seed: int | None
 
 
 def _check_start(init: ArrayLike, n_features: int) -> Tensor:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .canonical import ModuleEdits
-from .validation import check_finite, check_positive_int
+from .parameters import as_float, as_int
+from .scaling import unit_rows
+from .validation import as_float_tensor, check_finite
 
 #: Images (N, C, H, W) to outputs (N, n_classes) and maps (N, H, W), both with their graph.
 Explain: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -166,7 +168,11 @@ def manipulate(
     progress : bool
         Show a progress bar.
     """
-    check_positive_int(n_iter, "n_iter")
+    n_iter, lr = as_int(n_iter, "n_iter", 1), as_float(lr, "lr")
+    output_weight = as_float(output_weight, "output_weight")
+    betas = as_float(betas[0], "betas[0]"), as_float(betas[1], "betas[1]")
+    bounds = as_float(bounds[0], "bounds[0]"), as_float(bounds[1], "bounds[1]")
+    max_change = None if max_change is None else as_float(max_change, "max_change")
     if not lr > 0 or not output_weight >= 0 or not 0 < betas[0] <= betas[1] or not bounds[0] < bounds[1]:
         raise ValueError(
             "lr must be above 0, output_weight at least 0, betas and bounds ascending, betas above 0; "
@@ -175,6 +181,7 @@ def manipulate(
     if max_change is not None and not max_change > 0:
         raise ValueError(f"max_change must be above 0, got {max_change}")
     x = x.detach()
+    check_finite(x, "x")
     low, high = torch.full_like(x, bounds[0]), torch.full_like(x, bounds[1])
     if (x < low).any() or (x > high).any():
         raise ValueError(f"x must lie within bounds = {bounds}, got [{float(x.min())}, {float(x.max())}]")
@@ -184,7 +191,8 @@ def manipulate(
     with SoftplusActivations(model) as smooth:
         original_output, original_map = _values(explain, x)
         target = preserve_relevance(target_map.detach(), original_map)
-        scale = target.square().sum((1, 2)).clamp(min=torch.finfo(target.dtype).tiny)
+        # Maps of any scale: their squares may leave the range of their dtype, their ratios do not.
+        scale = target.double().square().sum((1, 2)).sqrt().to(target)[:, None, None]
         wanted = original_output.softmax(1)
         perturbed = x.clone().requires_grad_()
         optimiser = torch.optim.Adam([perturbed], lr=lr)
@@ -192,7 +200,7 @@ def manipulate(
         for step in tqdm(range(n_iter), desc="manipulate", disable=not progress):
             smooth.beta = betas[0] * (betas[1] / betas[0]) ** (step / max(1, n_iter - 1))
             output, map = explain(perturbed)
-            map_error = (map - target).square().sum((1, 2)) / scale
+            map_error = ((map - target) / scale).square().sum((1, 2))
             output_error = (output.softmax(1) - wanted).square().sum(1)
             loss = (map_error + output_weight * output_error).sum()
             (perturbed.grad,) = torch.autograd.grad(loss, perturbed)
@@ -209,7 +217,7 @@ def manipulate(
 
 @dataclass(frozen=True)
 class MapErrors:
-    """Mean squared errors of maps, shapes (N,), and correlations over pixels, which ignore the scale."""
+    """Mean squared errors of maps in float64, shapes (N,), and correlations, which ignore the scale."""
 
     to_original: Tensor
     to_target: Tensor
@@ -223,12 +231,13 @@ def map_errors(maps: Tensor, original: Tensor, target: Tensor) -> MapErrors:
     _check_maps(maps, "maps", target, "target")
 
     def correlation(other: Tensor) -> Tensor:
-        first, second = (m.flatten(1) - m.flatten(1).mean(1, keepdim=True) for m in (maps, other))
-        return nn.functional.cosine_similarity(first, second, dim=1)
+        flat = (m.flatten(1).double() for m in (maps, other))
+        first, second = (unit_rows(m - m.mean(1, keepdim=True)) for m in flat)
+        return (first * second).sum(1).to(maps.dtype)
 
     return MapErrors(
-        (maps - original).square().mean((1, 2)),
-        (maps - target).square().mean((1, 2)),
+        (maps.double() - original.double()).square().mean((1, 2)),
+        (maps.double() - target.double()).square().mean((1, 2)),
         correlation(original),
         correlation(target),
     )
@@ -262,7 +271,8 @@ def manipulation_score(maps: Tensor, pool: int = 8) -> Tensor:
             f"got {tuple(maps.shape)}"
         )
     check_finite(maps, "maps")
-    if check_positive_int(pool, "pool") > min(maps.shape[2:]):
+    pool = as_int(pool, "pool", 1)
+    if pool > min(maps.shape[2:]):
         raise ValueError(f"pool must be at most the size of the maps, {tuple(maps.shape[2:])}, got {pool}")
     pooled = nn.functional.avg_pool2d(maps.detach(), pool).flatten(2)
     parts, whole = pooled.abs().sum((1, 2)), pooled.sum(1).abs().sum(1)
@@ -271,10 +281,20 @@ def manipulation_score(maps: Tensor, pool: int = 8) -> Tensor:
 
 def is_suspicious(scores: Tensor, trusted: Tensor, quantile: float = 0.95) -> Tensor:
     """Whether scores (N,) lie above a quantile of the scores (M,) of images known to be untouched."""
+    quantile = as_float(quantile, "quantile")
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, got {quantile}")
+    scores, trusted = as_float_tensor(scores, "scores"), as_float_tensor(trusted, "trusted")
+    if scores.ndim != 1 or trusted.ndim != 1:
+        raise ValueError(
+            f"scores must have shape (N,) and trusted (M,), got {tuple(scores.shape)} and "
+            f"{tuple(trusted.shape)}"
+        )
     if not len(trusted):
         raise ValueError("trusted is empty: score some images that are known to be untouched first")
+    check_finite(scores, "scores")  # NaN lies above nothing: an image with it would pass for untouched
+    check_finite(trusted, "trusted")
+    trusted = trusted.to(scores)
     return scores > trusted.quantile(quantile)
 
 
@@ -287,6 +307,7 @@ def _values(explain: Explain, x: Tensor) -> tuple[Tensor, Tensor]:
         )
     if not map.requires_grad:
         raise ValueError("explain must return maps with their graph (create_graph=True), not detached ones")
+    check_finite(output, "the output")
     check_finite(map, "the map")
     return output.detach(), map.detach()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .parameters import as_float, as_int, as_int_labels
 from .validation import check_matrix
 
 
@@ -36,13 +37,14 @@ class ClassConceptTable:
 
     def concepts_of(self, label: int) -> list[int]:
         """The concepts that are specific to a class."""
+        label = as_int(label, "label")
         if label not in self.classes:
             raise ValueError(f"class {label} is not in the table; the classes are {self.classes}")
         return self.specific[self.classes.index(label)].nonzero()[:, 0].tolist()
 
     def classes_of(self, concept: int) -> list[int]:
         """The classes to which a concept is specific."""
-        n_concepts = self.specific.shape[1]
+        concept, n_concepts = as_int(concept, "concept"), self.specific.shape[1]
         if not 0 <= concept < n_concepts:
             raise ValueError(f"concept {concept} does not exist; there are {n_concepts}, counted from 0")
         return [self.classes[i] for i in self.specific[:, concept].nonzero()[:, 0].tolist()]
@@ -108,6 +110,7 @@ def match_concepts(
         Quantiles of the class and of all images, α < β: a concept need not be there in all images of its
         class. Quantiles between two samples are interpolated linearly.
     """
+    alpha, beta = as_float(alpha, "alpha"), as_float(beta, "beta")
     if not 0 <= alpha < beta <= 1:
         raise ValueError(f"alpha and beta must satisfy 0 ≤ alpha < beta ≤ 1, got {alpha!r} and {beta!r}")
     relevance, labels = check_labelled(relevance, labels)
@@ -123,13 +126,7 @@ def match_concepts(
 def check_labelled(relevance: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return relevance (N, K), finite, and its N class labels, both on the CPU."""
     relevance = check_matrix(relevance, "relevance").cpu()
-    labels = torch.as_tensor(labels).cpu()
-    if labels.is_floating_point() or labels.shape != relevance.shape[:1]:
-        raise ValueError(
-            f"labels must be {len(relevance)} integers, one for each row of relevance, got {labels.dtype} of "
-            f"shape {tuple(labels.shape)}"
-        )
-    return relevance, labels.long()
+    return relevance, as_int_labels(labels, len(relevance), "row of relevance")
 
 
 def names_of(names: Sequence[str] | None, classes: tuple[int, ...]) -> list[str]:

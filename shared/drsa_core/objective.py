@@ -58,7 +58,7 @@ class Objective:
 
     def __init__(self, a: Tensor, c: Tensor, dims: Sequence[int], q: float) -> None:
         self.a, self.c = a, c
-        self.q = q
+        self.q = float(q)
         self.n_samples, self.n_features = a.shape
         self.dims = tuple(dims)
         residual = self.n_features - sum(self.dims)
@@ -119,13 +119,14 @@ def generalised_mean(values: Tensor, q: float) -> tuple[float, Tensor]:
     positive = values > 0
     if not positive.any() or (q <= 0 and not positive.all()):
         return 0.0, torch.zeros_like(values)
-    # Relative to the largest value, so that large |q| neither overflows nor underflows.
-    scale = values.max()
-    ratio = torch.where(positive, values / scale, 1)
+    # In logarithms relative to the value that counts most, so that neither large |q| overflows nor small |q|
+    # loses its digits; in float64, which costs nothing for K numbers.
+    scale = values.max() if q >= 0 else values.min()
+    logs = torch.where(positive, values.double() / scale.double(), 1).log()
     if q == 0:
-        mean = torch.exp(torch.log(ratio).mean())
-        slopes = mean / (len(values) * ratio)
+        log_mean = logs.mean()
     else:
-        mean = torch.where(positive, ratio**q, 0).mean() ** (1 / q)
-        slopes = mean ** (1 - q) * ratio ** (q - 1) / len(values)
-    return float(scale * mean), torch.where(positive, slopes, 0)
+        log_mean = torch.log1p(torch.where(positive, torch.expm1(q * logs), -1).mean()) / q
+    slopes = torch.exp((1 - q) * (log_mean - logs)) / len(values)
+    value = float(scale.double() * log_mean.exp())
+    return value, torch.where(positive, slopes, 0).to(values.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .provenance import Provenance
+from .scaling import unit_scale
 from .storage import read_tensors, write_tensors
 from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int
 
@@ -148,9 +149,10 @@ def normalise(vectors: ArrayLike) -> Tensor:
     """Scale a collection (N, D) to x / (D^¼ · sqrt(E_ij[x_ij²])), as in Note E."""
     tensor = as_float_tensor(vectors, "vectors")
     check_finite(tensor, "vectors")
-    root_mean_square = tensor.double().square().mean().sqrt()
-    if root_mean_square == 0:
+    if not tensor.any():
         raise ValueError("cannot normalise vectors that are all zero")
+    tensor, _ = unit_scale(tensor)
+    root_mean_square = tensor.double().square().mean().sqrt()
     return tensor / (root_mean_square * tensor.shape[1] ** 0.25).to(tensor.dtype)
 
 
@@ -162,6 +164,8 @@ def level(a: Tensor, c: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
     """
     if exponent == 0:
         return a, c
-    lengths = a.norm(dim=1, keepdim=True) * c.norm(dim=1, keepdim=True)
+    # In float64: squares of float32 numbers leave float32's range.
+    a_double, c_double = a.double(), c.double()
+    lengths = a_double.norm(dim=1, keepdim=True) * c_double.norm(dim=1, keepdim=True)
     factor = torch.where(lengths > 0, torch.where(lengths > 0, lengths, 1) ** (-exponent / 2), 0)
-    return a * factor, c * factor
+    return (a_double * factor).to(a.dtype), (c_double * factor).to(c.dtype)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from .estimator import Activations, Estimator, NotFittedError, with_provenance
+from .parameters import as_int
+from .scaling import times_power_of_two, unit_scale, unscaled
 from .subspaces import RESIDUAL, Subspaces
-from .validation import ArrayLike, check_pairs, check_positive_int
+from .validation import ArrayLike
 
 
-class PRCA:
+class PRCA(Estimator):
     """Principal relevant component analysis: max_U E[(Uᵀa)ᵀ(Uᵀc)] subject to UᵀU = I.
 
     The solution is the eigenvectors of Σ = E[acᵀ + caᵀ] with the largest *signed* eigenvalues: Σ is
@@ -28,8 +31,9 @@ class PRCA:
         The blocks (U | Ũ), of sizes d and D − d, named "PRCA" and "residual".
     components_ : tensor, shape (D, D)
         All eigenvectors as columns; the largest entry of each is positive, so that signs are repeatable.
-    eigenvalues_ : tensor, shape (D,)
-        Descending, signed. Twice the expected relevance that each component captures.
+    eigenvalues_ : tensor of float64, shape (D,)
+        Descending, signed. Twice the expected relevance that each component captures: they scale with a and
+        with c, unlike the subspaces.
     n_samples_seen_ : int
         Number of pairs that went into the fit.
 
@@ -37,7 +41,7 @@ class PRCA:
     -----
     One pass over the data and O(D²) memory: `fit` is `partial_fit` on an empty state, and a stream given
     to `partial_fit` piece by piece yields what one `fit` on all of it yields. The sums and the
-    eigenproblem are in float64, results in the dtype of the data.
+    eigenproblem are in float64, components in the dtype of the data. Data may have any scale.
 
     Examples
     --------
@@ -45,49 +49,60 @@ class PRCA:
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
     >>> c = torch.tensor([[1.0, 0.0], [0.0, -1.0]])      # the second direction is strong, but speaks against
     >>> PRCA(n_components=1).fit(a, c).eigenvalues_
-    tensor([ 1., -3.])
+    tensor([ 1., -3.], dtype=torch.float64)
     """
 
     _block_name = "PRCA"
-    _sum: Tensor | None
+    #: Σ_n a_n c_nᵀ is `_sum` · 2^`_exponent`.
+    _sum: Tensor | None = None
+    _exponent: int
+    _dtype: torch.dtype
+    _dimension: int
+    _provenance: Any
     # The eigenproblem is solved when it is asked for: a stream of B batches costs one, not B.
-    _solution: tuple[Tensor, Tensor] | None
+    _solution: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, n_components: int = 1) -> None:
         self.n_components = n_components
-        self._forget()
 
-    def fit(self, a: ArrayLike, c: ArrayLike) -> Self:
-        """Fit from activations and contexts of shape (N, D)."""
-        self._forget()
-        return self.partial_fit(a, c)
+    def fit(self, a: Activations, c: ArrayLike | None = None) -> Self:
+        """Fit from activations and contexts of shape (N, D), or from `Pairs` alone."""
+        return self._add(a, c, anew=True)
 
-    def partial_fit(self, a: ArrayLike, c: ArrayLike) -> Self:
-        """Add a batch (N, D) of a stream to the fit."""
-        a, c = check_pairs(a, c)
-        check_positive_int(self.n_components, "n_components")
-        if self.n_components > a.shape[1]:
-            raise ValueError(f"n_components must be at most D = {a.shape[1]}, got {self.n_components}")
-        if self._sum is not None and len(self._sum) != a.shape[1]:
-            raise ValueError(
-                f"this PRCA was fitted on {len(self._sum)} features, this batch has {a.shape[1]}"
+    def partial_fit(self, a: Activations, c: ArrayLike | None = None) -> Self:
+        """Add a batch (N, D) of a stream to the fit; batches may differ in scale."""
+        return self._add(a, c, anew=False)
+
+    def _add(self, a: Activations, c: ArrayLike | None, anew: bool) -> Self:
+        a, c, provenance = self._pairs(a, c)
+        dimension = as_int(self.n_components, "n_components", 1)
+        if dimension > a.shape[1]:
+            raise ValueError(f"n_components must be at most D = {a.shape[1]}, got {dimension}")
+        previous = None if anew else self._sum
+        if previous is None:
+            self._provenance, self._dtype = provenance, a.dtype
+            self._sum, self._exponent = _cross_covariance_sum(a, c)
+            self.n_samples_seen_ = len(a)
+        else:
+            if len(previous) != a.shape[1]:
+                name = type(self).__name__
+                raise ValueError(
+                    f"this {name} was fitted on {len(previous)} features, this batch has {a.shape[1]}"
+                )
+            self._provenance = _common_provenance(self._provenance, provenance)
+            self._dtype = torch.promote_types(self._dtype, a.dtype)
+            batch, exponent = _cross_covariance_sum(a, c)
+            self._sum, self._exponent = _add_scaled(
+                previous, self._exponent, batch.to(previous.device), exponent
             )
-        batch = _cross_covariance_sum(a, c)
-        self._sum = batch if self._sum is None else self._sum + batch.to(self._sum.device)
-        self.n_samples_seen_ += len(a)
-        self._dtype = a.dtype
-        self._solution = None
+            self.n_samples_seen_ += len(a)
+        self._dimension, self._solution = dimension, None
         return self
-
-    def _forget(self) -> None:
-        self.n_samples_seen_ = 0
-        self._sum = None
-        self._solution = None
 
     @property
     def eigenvalues_(self) -> Tensor:
-        """Signed eigenvalues, descending, shape (D,)."""
-        return self._solve()[0].to(self._dtype)
+        """Signed eigenvalues, descending, in float64, shape (D,)."""
+        return unscaled(self._solve()[0], self._exponent, "the largest eigenvalue")
 
     @property
     def components_(self) -> Tensor:
@@ -97,18 +112,18 @@ class PRCA:
     @property
     def subspaces_(self) -> Subspaces:
         """The blocks (U | Ũ)."""
-        components, d = self.components_, self.n_components
+        components, d = self.components_, self._dimension
         rest = components.shape[1] - d
         dims, names = ([d, rest], [self._block_name, RESIDUAL]) if rest else ([d], [self._block_name])
         metadata = {"solver": {"name": type(self).__name__, "n_components": d}}
-        return Subspaces(components, dims, names, metadata=metadata)
+        return Subspaces(components, dims, names, metadata=with_provenance(metadata, self._provenance))
 
     def _solve(self) -> tuple[Tensor, Tensor]:
         if self._sum is None:
-            raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(a, c) first")
-        if self.n_samples_seen_ < self.n_components:
+            raise NotFittedError(f"this {type(self).__name__} is not fitted yet")
+        if self.n_samples_seen_ < self._dimension:
             raise ValueError(
-                f"{self.n_components} components need at least as many samples, got {self.n_samples_seen_}; "
+                f"{self._dimension} components need at least as many samples, got {self.n_samples_seen_}; "
                 "collect more pairs, or lower n_components"
             )
         if self._solution is None:
@@ -125,9 +140,39 @@ def fix_signs(vectors: Tensor) -> Tensor:
     return torch.where(largest < 0, -vectors, vectors)
 
 
-def _cross_covariance_sum(a: Tensor, c: Tensor, chunk: int = 4096) -> Tensor:
-    """Σ_n a_n c_nᵀ in float64, widened chunk by chunk so that memory stays O(D²)."""
+def _cross_covariance_sum(a: Tensor, c: Tensor, chunk: int = 4096) -> tuple[Tensor, int]:
+    """Σ_n a_n c_nᵀ as a matrix in float64 and the power of two that it is to be multiplied by.
+
+    It is widened to float64 chunk by chunk, so that memory stays O(D²) beside the data.
+    """
+    (a, of_a), (c, of_c) = unit_scale(a), unit_scale(c)
     total = a.new_zeros(a.shape[1], a.shape[1], dtype=torch.float64)
     for rows in range(0, len(a), chunk):
         total.addmm_(a[rows : rows + chunk].double().T, c[rows : rows + chunk].double())
-    return total
+    return total, of_a + of_c
+
+
+def _add_scaled(first: Tensor, of_first: int, second: Tensor, of_second: int) -> tuple[Tensor, int]:
+    """Sum of two matrices with powers of two, with the larger of both; what is zero has no say in it."""
+    if not second.any():
+        return first, of_first
+    if not first.any():
+        return second, of_second
+    largest = max(of_first, of_second)
+    return (
+        times_power_of_two(first, of_first - largest) + times_power_of_two(second, of_second - largest),
+        largest,
+    )
+
+
+def _common_provenance(before: Any, now: Any) -> Any:
+    """The provenance of all batches so far, None as soon as one has none; batches must not contradict."""
+    if before is None or now is None:
+        return None
+    differences = before.differences(now)
+    if differences:
+        raise ValueError(
+            f"this batch was not collected like the ones before: {'; '.join(differences)}. If they are to be "
+            "mixed, give partial_fit(pairs.a, pairs.c)"
+        )
+    return before

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .parameters import as_int
 from .validation import as_float_tensor, check_finite
 
 ConceptRelevance = Callable[[Tensor, int], Tensor]
@@ -31,15 +32,22 @@ def mean_relevance(
     progress : bool
         Show a progress bar.
     """
-    total, n_images = torch.zeros(()), 0
+    target = as_int(target, "target", 0)
+    total, n_images = None, 0
     for batch in tqdm(loader, desc="mean relevance", unit="batch", disable=not progress):
         x = batch[0] if isinstance(batch, tuple | list) else batch
         relevance = _checked(concept_relevance(x, target), len(x))
-        total = total.to(relevance) + relevance.sum(0)
-        n_images += len(x)
-    if not n_images:
+        # In float64: a sum over a data set, of batches that may differ in precision.
+        added = relevance.double().sum(0)
+        if total is not None and total.shape != added.shape:
+            raise ValueError(
+                f"concept_relevance gave {len(total)} concepts before, and {len(added)} for this batch"
+            )
+        total = added if total is None else total + added.to(total)
+        dtype, n_images = relevance.dtype, n_images + len(x)
+    if total is None or not n_images:
         raise ValueError("the loader gave no images")
-    return total / n_images
+    return (total / n_images).to(dtype)
 
 
 def excess_relevance(relevance: Tensor, mean: Tensor) -> Tensor:
@@ -49,6 +57,8 @@ def excess_relevance(relevance: Tensor, mean: Tensor) -> Tensor:
             f"relevance must have shape (N, K) and mean (K,), got {tuple(relevance.shape)} and "
             f"{tuple(mean.shape)}"
         )
+    check_finite(relevance, "relevance")
+    check_finite(mean, "mean")
     return (relevance - mean.to(relevance)).clamp(min=0)
 
 
@@ -108,7 +118,7 @@ class RefinedModel(nn.Module):
             raise TypeError(
                 f"concept_relevance must be a function of (x, target), got {type(concept_relevance).__name__}"
             )
-        self.concepts = tuple(int(k) for k in concepts)
+        self.concepts = tuple(as_int(k, "every entry of concepts") for k in concepts)
         if not self.concepts or min(self.concepts) < 0 or len(set(self.concepts)) < len(self.concepts):
             raise ValueError(f"concepts must be different numbers from 0, at least one, got {self.concepts}")
         if mean_relevance is not None:
@@ -119,7 +129,7 @@ class RefinedModel(nn.Module):
                     f"mean_relevance must have shape (K,) with K above {max(self.concepts)}, the largest of "
                     f"concepts, got {tuple(mean_relevance.shape)}"
                 )
-        self.target = int(target)
+        self.target = as_int(target, "target", 0)
         self.training = model.training
         # The model is not a submodule: its own children, parameters and buffers are ours, under their names,
         # so that every key and layer name of the original is one of the refined model.
@@ -156,6 +166,11 @@ class RefinedModel(nn.Module):
         if relevance.shape[1] <= max(chosen):
             raise ValueError(
                 f"concept_relevance gave {relevance.shape[1]} concepts, but concepts = {self.concepts}"
+            )
+        if self.mean_relevance is not None and len(self.mean_relevance) != relevance.shape[1]:
+            raise ValueError(
+                f"mean_relevance is of {len(self.mean_relevance)} concepts, but concept_relevance gave "
+                f"{relevance.shape[1]}: they belong to different subspaces"
             )
         if self.mean_relevance is None:
             return relevance[:, chosen].sum(1)

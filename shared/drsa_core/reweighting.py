@@ -9,6 +9,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
+from .parameters import as_float, as_int, as_int_labels
 from .validation import as_float_tensor, check_matrix
 
 #: Weight decays to choose from, as in Note J.1.
@@ -29,9 +30,9 @@ def train_last_layer(
     labels : tensor of int, shape (N,)
         Classes from 0 to n_classes − 1.
     """
+    n_classes, max_iter = as_int(n_classes, "n_classes", 1), as_int(max_iter, "max_iter", 1)
     data, labels = _checked(features, labels, n_classes)
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be at least 0, got {weight_decay!r}")
+    weight_decay = as_float(weight_decay, "weight_decay", 0)
     double = data.double().cpu()
     shape = (n_classes, double.shape[1] + 1)
 
@@ -73,6 +74,8 @@ def deep_feature_reweighting(
     held_out_features, held_out_labels
         Of other images, on which the weight decay is chosen by accuracy; the larger decay wins a tie.
     """
+    n_classes = as_int(n_classes, "n_classes", 1)
+    weight_decays = [as_float(decay, "every entry of weight_decays", 0) for decay in weight_decays]
     if not weight_decays:
         raise ValueError("weight_decays must hold at least one number")
     held_out, truth = _checked(held_out_features, held_out_labels, n_classes)
@@ -88,15 +91,10 @@ def deep_feature_reweighting(
 
 def _checked(features: Tensor, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor]:
     data = check_matrix(as_float_tensor(features, "features"), "features")
-    labels = torch.as_tensor(labels).cpu()
-    if labels.is_floating_point() or labels.shape != (len(data),):
-        raise ValueError(
-            f"labels must be {len(data)} integers, one for each row of features, got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}"
-        )
+    labels = as_int_labels(labels, len(data), "row of features")
     if not ((labels >= 0) & (labels < n_classes)).all():
         raise ValueError(
             f"labels must lie between 0 and n_classes − 1 = {n_classes - 1}, got {int(labels.min())} … "
             f"{int(labels.max())}"
         )
-    return data, labels.long()
+    return data, labels

@@ -16,7 +16,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from .validation import check_finite, check_positive_int
+from .parameters import as_float, as_int
+from .validation import check_finite
 
 #: Six shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
 #: can be told by its mean brightness alone.
@@ -96,25 +97,28 @@ class PlantedConcepts:
         size: int = 36,
         noise: float = 0.2,
     ) -> None:
+        strengths = [as_float(strength, "every entry of strengths") for strength in strengths]
         if len(strengths) != len(PATTERN_NAMES) or not all(0 < s <= 1 for s in strengths):
             raise ValueError(
                 f"strengths must be {len(PATTERN_NAMES)} numbers above 0 and up to 1, got {strengths!r}"
             )
-        if check_positive_int(n_shown, "n_shown") >= len(PATTERN_NAMES):
+        n_shown, size, noise = (
+            as_int(n_shown, "n_shown", 1),
+            as_int(size, "size", 1),
+            as_float(noise, "noise", 0),
+        )
+        if n_shown >= len(PATTERN_NAMES):
             raise ValueError(f"n_shown must be below {len(PATTERN_NAMES)}, or all images are of one class")
-        if check_positive_int(size, "size") % self.cell or (size // self.cell) ** 2 < n_shown:
+        if size % self.cell or (size // self.cell) ** 2 < n_shown:
             raise ValueError(f"size must be a multiple of {self.cell} with room for {n_shown} patterns")
-        if not noise >= 0:
-            raise ValueError(f"noise must be at least 0, got {noise!r}")
         self.strengths = tuple(strengths)
         self.n_shown, self.size, self.noise = n_shown, size, noise
         self.classes = tuple(combinations(range(len(PATTERN_NAMES)), n_shown))
 
     def sample(self, n: int, generator: torch.Generator, label: int | None = None) -> Scenes:
         """Draw n scenes of all classes, or of the class `label` alone."""
-        check_positive_int(n, "n")
-        if label is not None and not 0 <= label < len(self.classes):
-            raise ValueError(f"label must be between 0 and {len(self.classes) - 1}, got {label}")
+        n = as_int(n, "n", 1)
+        label = None if label is None else as_int(label, "label", 0, len(self.classes) - 1)
         labels = (
             torch.randint(len(self.classes), (n,), generator=generator)
             if label is None

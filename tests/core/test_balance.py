@@ -62,5 +62,5 @@ def test_balance_finds_a_weak_concept() -> None:
 
 
 def test_bad_balance_is_named() -> None:
-    with pytest.raises(ValueError, match=r"balance must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"balance must be a finite number from 0 to 1, got 1\.5"):
         DRSA(2, balance=1.5).fit(torch.ones(4, 2), torch.ones(4, 2))

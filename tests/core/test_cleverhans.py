@@ -371,9 +371,9 @@ def test_poison_marks_the_asked_share_of_other_classes(rate: float, expected: in
 
 def test_poison_confusion_and_ranks_name_mistakes_and_count_right() -> None:
     with pytest.raises(ValueError, match=r"25 % is 0\.25"):
-        poison(torch.zeros(2, 1, 1, 1), torch.zeros(2), [torch.neg], 25, 0)
+        poison(torch.zeros(2, 1, 1, 1), torch.zeros(2, dtype=torch.long), [torch.neg], 25, 0)
     with pytest.raises(ValueError, match="at least one function"):
-        poison(torch.zeros(2, 1, 1, 1), torch.zeros(2), [], 0.5, 0)
+        poison(torch.zeros(2, 1, 1, 1), torch.zeros(2, dtype=torch.long), [], 0.5, 0)
     labels, predicted = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 1, 1])
     matrix = confusion_matrix(labels, predicted, 3)
     assert matrix.tolist() == metrics.confusion_matrix(labels, predicted).tolist()

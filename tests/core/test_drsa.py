@@ -314,7 +314,7 @@ def test_global_random_state_is_left_alone() -> None:
         ({"q": float("inf")}, "finite number, got inf"),
         ({"n_init": 0}, "n_init must be"),
         ({"max_iter": 0}, "max_iter must be"),
-        ({"tol": -1.0}, "tol must be at least 0"),
+        ({"tol": -1.0}, "tol must be a finite number of at least 0, got -1.0"),
     ],
 )
 def test_bad_parameters_are_named(parameters: dict[str, Any], message: str) -> None:

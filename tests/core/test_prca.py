@@ -64,7 +64,7 @@ def test_a_stream_equals_one_batch(pairs, dtype: torch.dtype) -> None:
     for start, stop in [(0, 1), (1, 200), (200, 300)]:
         stream.partial_fit(a[start:stop], c[start:stop])
     assert stream.n_samples_seen_ == 300
-    assert stream.eigenvalues_.dtype == dtype
+    assert stream.components_.dtype == dtype
     # Sums are in float64, so the order of addition is not seen in either precision.
     torch.testing.assert_close(stream.eigenvalues_, whole.eigenvalues_, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(stream.components_, whole.components_, rtol=0, atol=1e-6)

@@ -99,7 +99,7 @@ def test_bad_input_is_named() -> None:
         PlantedConcepts(size=40)
     with pytest.raises(ValueError, match="below 6"):
         PlantedConcepts(n_shown=6)
-    with pytest.raises(ValueError, match="between 0 and 14, got 15"):
+    with pytest.raises(ValueError, match="integer from 0 to 14, got 15"):
         PlantedConcepts().sample(1, generator(), label=15)
     masks = torch.ones(1, 2, 4, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"of the same images; got \(1, 2, 4, 5\)"):

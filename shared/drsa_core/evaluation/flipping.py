@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..validation import check_finite, check_positive_int
+from ..parameters import as_int
+from ..validation import check_finite
 from .fills import Array, Fill, find_fill
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
 
@@ -131,6 +132,8 @@ def patch_flipping(
     FlippingCurves
         On the CPU, in float64.
     """
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"inputs must be a torch tensor, got {type(inputs).__name__}")
     if inputs.ndim != 4 or not inputs.is_floating_point() or 0 in inputs.shape:
         raise ValueError(
             "inputs must be images of floating point and shape (N, C, H, W), got "
@@ -146,8 +149,8 @@ def patch_flipping(
     targets = _targets(target, len(inputs))
     if not isinstance(preprocessing, Preprocessing):
         preprocessing = Preprocessing.from_mean_std(*preprocessing)
-    batch_size = check_positive_int(batch_size, "batch_size")
-    workers = check_positive_int(workers or min(8, os.cpu_count() or 1), "workers")
+    batch_size = as_int(batch_size, "batch_size", 1)
+    workers = min(8, os.cpu_count() or 1) if workers is None else as_int(workers, "workers", 1)
 
     grid = patch_grid(inputs.shape[2], inputs.shape[3], patch_size)
     ranks = removal_ranks(patch_relevance(relevance, grid)).cpu()
@@ -201,6 +204,7 @@ class _Filler:
             raise ValueError(
                 f"to_pixels must keep the inputs' shape {tuple(inputs.shape)}, got {tuple(pixels.shape)}"
             )
+        check_finite(pixels, "the pixels from to_pixels")
         low, high = float(pixels.min()), float(pixels.max())
         if low < -0.01 or high > 1.01:
             raise ValueError(
@@ -218,6 +222,8 @@ class _Filler:
         filled = self.fill(self.pixels[n], mask, self.neutral) if mask.any() else self.pixels[n]
         if filled.shape != self.pixels[n].shape:
             raise ValueError(f"fill must return an image of shape {self.pixels[n].shape}, got {filled.shape}")
+        if not np.isfinite(filled).all():
+            raise ValueError(f"fill returned NaN or Inf for image {n}; it must return finite pixels")
         self.seconds.append(time.perf_counter() - begin)
         return filled, mask
 
@@ -246,6 +252,8 @@ def _prefetched(
 
 
 def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:
+    if isinstance(target, np.ma.MaskedArray):
+        raise TypeError("target must not be a masked array; drop the masked entries, or fill them")
     targets = torch.as_tensor(target).cpu()
     if targets.is_floating_point() or targets.dtype == torch.bool or targets.ndim > 1:
         raise TypeError(f"target must be an integer, or one for each image, got {target!r}")

@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..validation import check_finite, check_positive_int
+from ..parameters import as_int
+from ..validation import check_finite
 
 #: Patches flipped at step τ = 1, 2, …, by name of the schedule.
 SCHEDULES = {
@@ -45,6 +46,8 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
             f"maps must have shape (N, K, C, H, W) with the (N, C, H, W) = {tuple(inputs.shape)} of the "
             f"inputs, got {tuple(maps.shape)}"
         )
+    if maps.is_complex() or maps.dtype == torch.bool:
+        raise TypeError(f"maps must be real numbers, got {maps.dtype}")
     if n_subspaces is not None and maps.shape[1] != n_subspaces:
         raise ValueError(f"expected maps of K = {n_subspaces} concepts, got K = {maps.shape[1]}")
     check_finite(maps, "maps (relevance)")
@@ -57,7 +60,8 @@ def patch_grid(height: int, width: int, patch_size: int) -> Tensor:
     If the patch size does not divide the image, the patches at the right and lower edge are smaller, and a
     warning says so.
     """
-    size = check_positive_int(patch_size, "patch_size")
+    height, width = as_int(height, "height", 1), as_int(width, "width", 1)
+    size = as_int(patch_size, "patch_size", 1)
     if size > min(height, width):
         raise ValueError(f"patch_size must be at most the image's {height} × {width}, got {size}")
     if height % size or width % size:
@@ -79,6 +83,12 @@ def patch_relevance(maps: Tensor, grid: Tensor) -> Tensor:
     grid : tensor of int, shape (H, W)
         From `patch_grid`.
     """
+    maps = check_maps(maps)
+    if grid.shape != maps.shape[3:] or grid.is_floating_point():
+        raise ValueError(
+            f"grid must be integers of shape (H, W) = {tuple(maps.shape[3:])}, as from patch_grid, got "
+            f"{grid.dtype} of shape {tuple(grid.shape)}"
+        )
     # In float64, so that ties between patches of equal relevance do not depend on the order of addition.
     pixels = maps.double().sum(2).flatten(2)
     sums = pixels.new_zeros(*pixels.shape[:2], int(grid.max()) + 1)
@@ -96,6 +106,9 @@ def removal_ranks(relevance: Tensor) -> Tensor:
     ----------
     relevance : tensor, shape (N, K, P)
     """
+    if relevance.ndim != 3 or 0 in relevance.shape:
+        raise ValueError(f"relevance must have shape (N, K, P), got {tuple(relevance.shape)}")
+    check_finite(relevance, "relevance")  # NaN would be sorted to the front
     order = relevance.argsort(dim=2, descending=True, stable=True)
     ranks = torch.empty_like(order)
     ranks.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
@@ -113,6 +126,7 @@ def removal_counts(n_patches: int, schedule: str | Sequence[int] = "squares") ->
         1, 4, 9, … in all; the paper's sentence "we flip τ² such patches at each step" can be read either way.
         "single": one patch per step. A sequence gives the totals after each step itself.
     """
+    n_patches = as_int(n_patches, "n_patches", 1)
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise ValueError(
@@ -122,7 +136,7 @@ def removal_counts(n_patches: int, schedule: str | Sequence[int] = "squares") ->
         while counts[-1] < n_patches:
             counts.append(min(n_patches, counts[-1] + SCHEDULES[schedule](len(counts))))
         return counts
-    counts = [0, *(int(count) for count in schedule)]
+    counts = [0, *(as_int(count, "every entry of schedule") for count in schedule)]
     if len(counts) < 2 or counts[-1] != n_patches or any(b <= a for a, b in pairwise(counts)):
         raise ValueError(
             f"schedule must be increasing numbers of removed patches that end with all {n_patches}, got "

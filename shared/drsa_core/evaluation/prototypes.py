@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..objective import generalised_mean
 from ..pairs import Pairs
+from ..parameters import Seed, as_float, as_int, as_seed
+from ..scaling import unit_scale, unscaled
 from ..subspaces import Subspaces
-from ..validation import check_finite, check_positive_int
+from ..validation import as_float_tensor, check_finite
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def select_prototypes(
     n_prototypes: int = 6,
     n_candidates: int = 1000,
     q: float = 0.5,
-    random_state: int | None = None,
+    random_state: Seed = None,
 ) -> Prototypes:
     """The n images, of random subsets of that size, that express all subspaces best (Note E.2).
 
@@ -58,19 +60,21 @@ def select_prototypes(
     random_state : int, optional
         Seed of the subsets.
     """
-    n_prototypes = check_positive_int(n_prototypes, "n_prototypes")
-    n_candidates = check_positive_int(n_candidates, "n_candidates")
+    n_prototypes = as_int(n_prototypes, "n_prototypes", 1)
+    n_candidates = as_int(n_candidates, "n_candidates", 1)
+    q, seed = as_float(q, "q"), as_seed(random_state)
     numbers, row_image = torch.unique(pairs.image, return_inverse=True)
     if n_prototypes > len(numbers):
         raise ValueError(
             f"n_prototypes must be at most the {len(numbers)} images of the pairs, got {n_prototypes}"
         )
-    relevance = subspaces.relevance(pairs.a, pairs.c).double().clamp(min=0).cpu()
+    (a, of_a), (c, of_c) = unit_scale(pairs.a), unit_scale(pairs.c)
+    relevance = subspaces.relevance(a, c).double().clamp(min=0).cpu()
     # M² over the rows of a subset needs the sums of squares and the number of rows of its images only.
     squares = torch.zeros(len(numbers), subspaces.n_subspaces, dtype=torch.float64)
     squares.index_add_(0, row_image, relevance.square())
     rows = torch.bincount(row_image, minlength=len(numbers)).double()
-    generator = np.random.default_rng(random_state)
+    generator = np.random.default_rng(seed)
     best: tuple[float, Tensor] | None = None
     for _ in range(n_candidates):
         subset = torch.from_numpy(generator.choice(len(numbers), n_prototypes, replace=False))
@@ -82,7 +86,8 @@ def select_prototypes(
         raise ValueError(
             "no subset of the images has positive relevance in the subspaces; check target and contexts"
         )
-    return Prototypes(sorted(numbers[best[1]].tolist()), best[0])
+    objective = unscaled(torch.tensor(best[0], dtype=torch.float64), of_a + of_c, "the objective")
+    return Prototypes(sorted(numbers[best[1]].tolist()), float(objective))
 
 
 def top_images(relevance: Tensor, n_images: int = 6) -> Tensor:
@@ -95,9 +100,11 @@ def top_images(relevance: Tensor, n_images: int = 6) -> Tensor:
     n_images : int
         How many for each subspace.
     """
+    relevance = as_float_tensor(relevance, "relevance")
     if relevance.ndim != 2 or 0 in relevance.shape:
         raise ValueError(f"relevance must have shape (n_images, n_subspaces), got {tuple(relevance.shape)}")
     check_finite(relevance, "relevance")
-    if check_positive_int(n_images, "n_images") > len(relevance):
+    n_images = as_int(n_images, "n_images", 1)
+    if n_images > len(relevance):
         raise ValueError(f"n_images must be at most the {len(relevance)} images, got {n_images}")
     return relevance.argsort(dim=0, descending=True, stable=True)[:n_images].T

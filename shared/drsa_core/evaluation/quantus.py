@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..parameters import as_int
 from .patches import check_maps
 
 
@@ -58,12 +59,8 @@ def explain_func(
         maps = check_maps(attribute(model, x, y), x)
         if concept is None:
             chosen = maps.sum(1)
-        elif isinstance(concept, int) and 0 <= concept < maps.shape[1]:
-            chosen = maps[:, concept]
         else:
-            raise ValueError(
-                f"concept must be None or an integer from 0 to {maps.shape[1] - 1}, got {concept!r}"
-            )
+            chosen = maps[:, as_int(concept, "concept, if not None,", 0, maps.shape[1] - 1)]
         return chosen.sum(1, keepdim=True).cpu().numpy()
 
     return explain

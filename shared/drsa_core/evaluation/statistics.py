@@ -10,10 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..validation import check_finite, check_positive_int
+from ..parameters import Seed, as_float, as_hashable_labels, as_int, as_seed
+from ..validation import check_finite
 
 Label = TypeVar("Label", bound=Hashable)
 Values: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float]"
+#: One label for each instance.
+Labels: TypeAlias = "Sequence[Label] | Tensor | np.ndarray[Any, Any]"
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,13 @@ class Summary:
         return f"{self.mean:.3f} ± {self.standard_error:.3f}"
 
 
-def class_means(values: Values, classes: Sequence[Label]) -> dict[Label, float]:
+def class_means(values: Values, classes: Labels[Label]) -> dict[Label, float]:
     """Mean over the instances of each class, in the order in which classes first occur.
 
     Parameters
     ----------
     values : tensor or sequence, shape (N,)
-    classes : sequence, length N
+    classes : tensor, array or sequence, length N
         Class of each instance.
     """
     grouped = _by_class(values, classes)
@@ -56,11 +59,11 @@ def class_means(values: Values, classes: Sequence[Label]) -> dict[Label, float]:
 
 def summarise(
     values: Values,
-    classes: Sequence[Label],
+    classes: Labels[Label],
     *,
     level: float = 0.95,
     n_resamples: int = 2000,
-    random_state: int | None = 0,
+    random_state: Seed = 0,
 ) -> Summary:
     """Mean over instances and then classes, its standard error over classes, and a bootstrap interval.
 
@@ -68,7 +71,7 @@ def summarise(
     ----------
     values : tensor or sequence, shape (N,)
         A score of each instance. Hand in differences to compare two methods image by image.
-    classes : sequence, length N
+    classes : tensor, array or sequence, length N
         Class of each instance.
     level, n_resamples, random_state
         As in `bootstrap_interval`.
@@ -78,16 +81,16 @@ def summarise(
     interval = bootstrap_interval(
         values, classes, level=level, n_resamples=n_resamples, random_state=random_state
     )
-    return Summary(float(means.mean()), error, interval, len(means), len(classes))
+    return Summary(float(means.mean()), error, interval, len(means), len(values))
 
 
 def bootstrap_interval(
     values: Values,
-    classes: Sequence[Label],
+    classes: Labels[Label],
     *,
     level: float = 0.95,
     n_resamples: int = 2000,
-    random_state: int | None = 0,
+    random_state: Seed = 0,
     resample_classes: bool = False,
 ) -> tuple[float, float]:
     """Percentile interval of the mean over classes of class means.
@@ -95,7 +98,7 @@ def bootstrap_interval(
     Parameters
     ----------
     values : tensor or sequence, shape (N,)
-    classes : sequence, length N
+    classes : tensor, array or sequence, length N
     level : float
         Share of the resamples that lie inside.
     n_resamples : int
@@ -105,10 +108,10 @@ def bootstrap_interval(
         Whether classes are drawn with replacement before their instances are. By default the classes are
         taken as they are, and the interval speaks of these classes only.
     """
-    if not 0 < level < 1:
+    if not 0 < as_float(level, "level") < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    n_resamples = check_positive_int(n_resamples, "n_resamples")
-    generator = np.random.default_rng(random_state)
+    level, n_resamples = as_float(level, "level"), as_int(n_resamples, "n_resamples", 1)
+    generator = np.random.default_rng(as_seed(random_state))
     groups = list(_by_class(values, classes).values())
     resampled = np.stack(
         [group[generator.integers(len(group), size=(n_resamples, len(group)))].mean(1) for group in groups],
@@ -121,29 +124,34 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def delta_aupc(whole: Values, disentangled: Values, classes: Sequence[Label]) -> dict[Label, float]:
+def delta_aupc(whole: Values, disentangled: Values, classes: Labels[Label]) -> dict[Label, float]:
     """ΔAUPC(U) = AUPC(I, K = 1) − AUPC(U) of each class, the most disentangled class first (Note G).
 
     Parameters
     ----------
     whole, disentangled : tensor or sequence, shape (N,)
         AUPC of each image with the standard map, and with the K maps.
-    classes : sequence, length N
+    classes : tensor, array or sequence, length N
     """
-    before, after = class_means(whole, classes), class_means(disentangled, classes)
-    gains = {label: before[label] - after[label] for label in before}
+    before, after = _by_class(whole, classes, "whole"), _by_class(disentangled, classes, "disentangled")
+    gains = {label: float(before[label].mean() - after[label].mean()) for label in before}
     return dict(sorted(gains.items(), key=lambda item: item[1], reverse=True))
 
 
-def _by_class(values: Values, classes: Sequence[Label]) -> Mapping[Label, np.ndarray[Any, Any]]:
+def _by_class(
+    values: Values, classes: Labels[Label], name: str = "values"
+) -> Mapping[Label, np.ndarray[Any, Any]]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array; drop the masked entries, or fill them")
+    labels = as_hashable_labels(classes, "classes")
     tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    if tensor.ndim != 1 or len(tensor) != len(classes) or not len(tensor):
+    if tensor.ndim != 1 or len(tensor) != len(labels) or not len(tensor):
         raise ValueError(
-            f"values must be one number for each of the {len(classes)} instances, at least 1, got shape "
+            f"{name} must be one number for each of the {len(labels)} instances, at least 1, got shape "
             f"{tuple(tensor.shape)}"
         )
-    check_finite(tensor, "values")
-    groups: dict[Label, list[float]] = {}
-    for label, value in zip(classes, tensor.tolist(), strict=True):
+    check_finite(tensor, name)
+    groups: dict[Any, list[float]] = {}
+    for label, value in zip(labels, tensor.tolist(), strict=True):
         groups.setdefault(label, []).append(value)
     return {label: np.array(group) for label, group in groups.items()}

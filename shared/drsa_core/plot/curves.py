@@ -43,6 +43,9 @@ def flipping_curves(
     if not scores:
         raise ValueError("scores must hold at least one method, got none")
     share = torch.as_tensor(share, dtype=torch.float64)
+    if share.ndim != 1:
+        raise ValueError(f"share must have shape (T + 1,), got {tuple(share.shape)}")
+    check_finite(share, "share")
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     for number, (name, values) in enumerate(scores.items()):
@@ -85,6 +88,9 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
     axes = figure.subplots(1, len(histories), squeeze=False)[0]
     for axis, (method, by_class) in zip(axes, histories.items(), strict=True):
         for name, history in by_class.items():
+            check_finite(
+                torch.as_tensor(history, dtype=torch.float64), f"the history of {method!r}, {name!r}"
+            )
             axis.plot(range(len(history)), history, label=name)
         axis.set_title(method)
         axis.set_xlabel("iteration")
@@ -132,6 +138,7 @@ def scores_against(
                     f"{len(summaries)}"
                 )
             means = [s.mean for s in summaries]
+            check_finite(torch.tensor(means), f"{score!r} of {method!r}")
             errors = [s.standard_error if s.n_classes > 1 else 0.0 for s in summaries]
             marker = _MARKERS[number % 8]
             axis.errorbar(places, means, errors, marker=marker, markersize=5, capsize=3, label=method)
@@ -166,6 +173,7 @@ def delta_aupc_bars(gains: Mapping[str, Mapping[str, float]]) -> Figure:
     for method, by_class in gains.items():
         if set(by_class) != set(classes):
             raise ValueError(f"all methods must have the same classes; {method!r} differs")
+        check_finite(torch.tensor(list(by_class.values())), f"the gains of {method!r}")
     height = 0.8 / len(gains)
     figure = Figure(figsize=(6.4, 0.9 + 0.42 * len(classes)), layout="constrained")
     axis = figure.subplots()

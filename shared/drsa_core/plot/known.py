@@ -40,6 +40,7 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
         )
     if len(names) != len(masks):
         raise ValueError(f"names must be {len(masks)} strings, one for each mask, got {len(names)}")
+    check_finite(image, "image")
     for method, parts in maps.items():
         if parts.shape != masks.shape:
             raise ValueError(

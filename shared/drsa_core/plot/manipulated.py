@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..parameters import as_int
 from ..validation import check_finite
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ def manipulated_map(
             )
         check_finite(maps, name)
     check_finite(target_map, "target_map")
+    if len(images) != 3:
+        raise ValueError(f"images must be three: original, manipulated and target, got {len(images)}")
+    for image, name in zip(images, ("original", "manipulated", "target"), strict=True):
+        check_finite(image, f"the {name} image")
+    pool = as_int(pool, "pool", 1)
 
     figure = Figure(figsize=(9.2, 7.2), layout="constrained")
     axes = figure.subplots(3, 4)

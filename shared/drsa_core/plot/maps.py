@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..parameters import as_int
 from ..validation import ArrayLike
 from .style import Scale, as_pictures, colour_limits, draw_map, number, over_channels, pooled, share_label
 
@@ -68,6 +69,7 @@ def concept_maps(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    columns = None if columns is None else as_int(columns, "columns", 1)
     picture = as_pictures(image, "image", 3)
     size = (int(picture.shape[0]), int(picture.shape[1]))
     concepts = over_channels(maps, "maps", (-1,), size)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..detection import RocCurve
 from ..matching import ClassConceptTable, check_labelled, names_of
+from ..parameters import as_int
+from ..validation import check_finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +59,8 @@ def confusion_matrices(matrices: Mapping[str, Tensor], names: Sequence[str] | No
 
     if not matrices:
         raise ValueError("matrices must hold at least one confusion matrix")
+    for title, matrix in matrices.items():
+        check_finite(matrix, f"the matrix {title!r}")
     shapes = {tuple(matrix.shape) for matrix in matrices.values()}
     n_classes = next(iter(shapes))[0] if len(shapes) == 1 else 0
     if shapes != {(n_classes, n_classes)}:
@@ -164,6 +168,7 @@ def relevance_scatter(
 
     relevance, labels = check_labelled(relevance, labels)
     n_concepts = relevance.shape[1]
+    concepts = tuple(as_int(k, "every entry of concepts") for k in concepts)  # type: ignore[assignment]
     if len(concepts) != 3 or not all(0 <= k < n_concepts for k in concepts):
         raise ValueError(f"concepts must be three numbers below K = {n_concepts}, got {concepts}")
     figure = Figure(figsize=(5.6, 4.8), layout="constrained")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..validation import ArrayLike, as_float_tensor, check_finite, check_positive_int
+from ..parameters import as_int
+from ..validation import ArrayLike, as_float_tensor, check_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,8 @@ def over_channels(maps: ArrayLike, name: str, leading: tuple[int, ...], size: tu
 
 def pooled(relevance: Tensor, pool: int) -> Tensor:
     """Means over squares of `pool` × `pool` pixels of (…, H, W); squares at the edge may be smaller."""
-    if check_positive_int(pool, "pool") == 1:
+    pool = as_int(pool, "pool", 1)
+    if pool == 1:
         return relevance
     flat = relevance.reshape(-1, 1, *relevance.shape[-2:])
     means = torch.nn.functional.avg_pool2d(flat, pool, ceil_mode=True)
@@ -74,8 +75,9 @@ def colour_limits(shown: Tensor, scale: Scale) -> list[float]:
     out all others.
     """
     strengths = shown.abs().flatten(1).quantile(0.995, dim=1)
-    # A map that is zero almost everywhere still has a largest pixel; one that is all zero gets any limit.
-    strengths = torch.where(strengths > 0, strengths, shown.abs().flatten(1).amax(1)).clamp(min=1e-30)
+    # A map that is zero almost everywhere still has a largest pixel.
+    strengths = torch.where(strengths > 0, strengths, shown.abs().flatten(1).amax(1))
+    strengths = torch.where(strengths > 0, strengths, 1)  # all zero: any limit will do
     if scale == "one":
         return [float(strengths.max())] * len(shown)
     if scale == "concepts":
@@ -114,4 +116,4 @@ def draw_map(
 
 def number(value: float) -> str:
     """A small number for people: 0.12, 3.1e-07, 0."""
-    return "0" if value == 0 or not math.isfinite(value) else f"{value:.2g}"
+    return "0" if value == 0 else f"{value:.2g}"
