@@ -3,9 +3,12 @@
 from .baselines import DSA, PCA, MaxRel, RandomSubspaces
 from .concepts import ibd_subspaces, netdissect_subspaces
 from .drsa import DRSA, ConvergenceWarning
-from .layers import find_layer, model_fingerprint
-from .pairs import Pairs, PairStore, sample_pairs
+from .fingerprint import model_fingerprint
+from .layers import find_layer
+from .pair_store import PairStore, PairWriter
+from .pairs import Pairs, sample_pairs
 from .prca import PRCA
+from .provenance import Provenance, ProvenanceWarning, check_provenance, describe_target, target_order
 from .subspaces import Subspaces
 from .virtual_layer import context_from_relevance, filter_context, filter_relevance, lost_relevance
 
@@ -17,10 +20,15 @@ __all__ = [
     "ConvergenceWarning",
     "MaxRel",
     "PairStore",
+    "PairWriter",
     "Pairs",
+    "Provenance",
+    "ProvenanceWarning",
     "RandomSubspaces",
     "Subspaces",
+    "check_provenance",
     "context_from_relevance",
+    "describe_target",
     "filter_context",
     "filter_relevance",
     "find_layer",
@@ -29,4 +37,5 @@ __all__ = [
     "model_fingerprint",
     "netdissect_subspaces",
     "sample_pairs",
+    "target_order",
 ]

@@ -1,11 +1,9 @@
-"""Finding the layer that a user named, in the model that the user gave, and saying which model it was."""
+"""Finding the layer that a user named, in the model that the user gave."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 
-import torch
 from torch import nn
 
 
@@ -33,12 +31,3 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
     close = difflib.get_close_matches(layer, modules, n=3, cutoff=0.3)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see model.named_modules()"
     raise ValueError(f"{type(model).__name__} has no layer {layer!r}; {hint}")
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """SHA-256 of names, shapes and values of the state dict: the same model, the same string."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
