@@ -129,7 +129,7 @@ class PairStore:
         if missing:
             raise ValueError(
                 f"{self.folder} lacks {self._file(missing[0]).name}, but holds "
-                f"{self._file(numbers[-1]).name}; put the file back, or delete all later ones and collect them again"
+                f"{self._file(numbers[-1]).name}; put it back, or delete all later ones to collect them again"
             )
 
     def _check_provenance(self, provenance: Provenance | None) -> None:
@@ -147,8 +147,8 @@ class PairStore:
             return
         if made is None:
             raise ValueError(
-                f"{self.folder} holds {len(self)} batches that do not say how they were made, so new ones may "
-                f"not fit; {what_to_do}"
+                f"{self.folder} holds {len(self)} batches that do not say how they were made, so new ones "
+                f"may not fit; {what_to_do}"
             )
         if provenance is None:
             raise ValueError(
