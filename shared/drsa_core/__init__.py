@@ -4,11 +4,20 @@ from .baselines import DSA, PCA, MaxRel, RandomSubspaces
 from .concepts import ibd_subspaces, netdissect_subspaces
 from .drsa import DRSA, ConvergenceWarning
 from .estimator import NotFittedError
-from .layers import find_layer, model_fingerprint
-from .pairs import Pairs, PairStore, sample_pairs
+from .fingerprint import model_fingerprint
+from .layer import (
+    RelevanceLossWarning,
+    context_from_relevance,
+    filter_context,
+    filter_relevance,
+    find_layer,
+    lost_relevance,
+)
+from .pair_store import PairStore
+from .pairs import Pairs, sample_pairs
 from .prca import PRCA
+from .provenance import Provenance, ProvenanceWarning, check_provenance
 from .subspaces import Subspaces
-from .virtual_layer import context_from_relevance, filter_context, filter_relevance, lost_relevance
 
 __all__ = [
     "DRSA",
@@ -20,8 +29,12 @@ __all__ = [
     "NotFittedError",
     "PairStore",
     "Pairs",
+    "Provenance",
+    "ProvenanceWarning",
     "RandomSubspaces",
+    "RelevanceLossWarning",
     "Subspaces",
+    "check_provenance",
     "context_from_relevance",
     "filter_context",
     "filter_relevance",

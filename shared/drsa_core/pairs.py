@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from os import PathLike
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +18,7 @@ from .storage import read_tensors, write_tensors
 from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int
 
 _KIND = "pairs"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 class Pairs:
@@ -24,86 +27,167 @@ class Pairs:
     Parameters
     ----------
     a, c : array or tensor, shape (N, D)
-        Activations and contexts, row by row.
-    image : tensor of int, shape (N,), optional
+        Activations and contexts, row by row. They are copied. N may be 0, as in an empty batch.
+    image : tensor or array of int, shape (N,), optional
         Which image each row comes from. Default: all from image 0.
     provenance : Provenance, optional
         How they were collected.
+
+    Notes
+    -----
+    A `Pairs` is a value: nothing can be assigned, and methods return new ones. Treat its tensors as
+    read-only.
     """
 
     def __init__(
         self,
         a: ArrayLike,
         c: ArrayLike,
-        image: Tensor | None = None,
+        image: Tensor | np.ndarray[Any, Any] | None = None,
         provenance: Provenance | None = None,
     ) -> None:
-        self.provenance = provenance
-        self.a, self.c = check_pairs(a, c)
-        self.image = torch.zeros(len(self.a), dtype=torch.long) if image is None else image.long().cpu()
-        if self.image.shape != (len(self.a),):
-            raise ValueError(f"image must have shape ({len(self.a)},), got {tuple(self.image.shape)}")
+        checked_a, checked_c = check_pairs(a, c, min_rows=0)
+        self._a, self._c = _own(checked_a), _own(checked_c)
+        self._image = _check_image(image, len(self._a)).clone()
+        self._provenance = _check_type(provenance)
+
+    @classmethod
+    def _owning(cls, a: Tensor, c: Tensor, image: Tensor, provenance: Provenance | None) -> Pairs:
+        """Take over tensors that nobody else holds. As checked as others, but not copied."""
+        pairs = cls.__new__(cls)
+        pairs._a, pairs._c = check_pairs(a, c, min_rows=0)
+        pairs._image = _check_image(image, len(pairs._a))
+        pairs._provenance = _check_type(provenance)
+        return pairs
+
+    @property
+    def a(self) -> Tensor:
+        """Activations, shape (N, D)."""
+        return self._a
+
+    @property
+    def c(self) -> Tensor:
+        """Contexts, shape (N, D)."""
+        return self._c
+
+    @property
+    def image(self) -> Tensor:
+        """Number of the image of each row, shape (N,), on the CPU."""
+        return self._image
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """How the pairs were collected, if that is known."""
+        return self._provenance
 
     def __len__(self) -> int:
-        return len(self.a)
+        return len(self._a)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.a, self.c))
+        return iter((self._a, self._c))
 
     def __repr__(self) -> str:
-        return f"Pairs({len(self)} pairs of {self.a.shape[1]} features)"
+        made = self._provenance
+        where = "" if made is None else f" at {made.layer!r}, target {made.target!r}, {made.backend}"
+        return f"Pairs({len(self)} pairs of {self._a.shape[1]} features{where})"
+
+    def with_provenance(self, provenance: Provenance | None) -> Pairs:
+        """The same pairs with another provenance, or none."""
+        pairs = copy(self)  # with the same tensors: neither of the two changes them
+        pairs._provenance = _check_type(provenance)
+        return pairs
+
+    def to(self, device: torch.device | str) -> Pairs:
+        """The same pairs on another device."""
+        pairs = copy(self)
+        pairs._a, pairs._c = self._a.to(device), self._c.to(device)
+        return pairs
 
     @classmethod
     def concatenate(cls, parts: Sequence[Pairs]) -> Pairs:
-        """All pairs in one; image numbers go on counting from part to part."""
+        """All pairs in one; image numbers go on counting from part to part.
+
+        Raises
+        ------
+        ValueError
+            If the parts differ in their features, or in their provenance other than positions and seed. Those
+            two become None where they differ. Parts without provenance go with all others.
+        """
         if not parts:
             raise ValueError("concatenate needs at least one Pairs, got none")
         features = {part.a.shape[1] for part in parts}
         if len(features) > 1:
             raise ValueError(f"all parts must have the same number of features, got {sorted(features)}")
+        provenance = _common_provenance(parts)
         images, offset = [], 0
         for part in parts:
             images.append(part.image + offset)
-            offset += int(part.image.max()) + 1
-        return cls(torch.cat([p.a for p in parts]), torch.cat([p.c for p in parts]), torch.cat(images))
+            offset += int(part.image.max()) + 1 if len(part) else 0
+        a, c = torch.cat([part.a for part in parts]), torch.cat([part.c for part in parts])
+        return cls._owning(a, c, torch.cat(images), provenance)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file."""
-        write_tensors(path, {"a": self.a, "c": self.c, "image": self.image}, _KIND, _FORMAT_VERSION, {})
+        """Write a safetensors file, with the provenance as JSON in its header."""
+        tensors = {"a": self._a, "c": self._c, "image": self._image}
+        provenance = None if self._provenance is None else self._provenance.as_dict()
+        write_tensors(path, tensors, _KIND, _FORMAT_VERSION, {"provenance": provenance})
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Pairs:
-        """Read what `save` wrote."""
-        tensors, _ = read_tensors(path, _KIND, _FORMAT_VERSION, device)
-        return cls(tensors["a"], tensors["c"], tensors["image"])
+        """Read what `save` wrote; ValueError with the path if the file is damaged. Nothing is unpickled."""
+        tensors, header = read_tensors(path, _KIND, _FORMAT_VERSION, device)
+        entries = header.get("provenance")
+        try:
+            provenance = None if entries is None else Provenance.from_dict(entries)
+            # Copied: tensors from a file may be a view of it, and the file may change.
+            return cls(tensors["a"], tensors["c"], tensors["image"], provenance)
+        except KeyError as error:
+            raise ValueError(f"{path} lacks the entry {error}; save the pairs again") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} does not hold valid pairs: {error}") from error
 
 
-class PairStore:
-    """A folder to which a long collection adds pairs batch by batch, and from which it can go on.
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
-    Every `append` is one file, written atomically: after a crash what was appended is there.
-    """
 
-    def __init__(self, folder: str | PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+def _check_image(image: Tensor | np.ndarray[Any, Any] | None, n_rows: int) -> Tensor:
+    if image is None:
+        return torch.zeros(n_rows, dtype=torch.long)
+    numbers = torch.as_tensor(image)
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise TypeError(f"image must hold integers, the numbers of the images, got {numbers.dtype}")
+    if numbers.shape != (n_rows,):
+        raise ValueError(f"image must have shape ({n_rows},), got {tuple(numbers.shape)}")
+    if n_rows and int(numbers.min()) < 0:
+        raise ValueError(f"image must count from 0, got {int(numbers.min())}")
+    return numbers.long().cpu()
 
-    def __len__(self) -> int:
-        """Number of batches stored."""
-        return len(self._files())
 
-    def append(self, pairs: Pairs) -> None:
-        """Store one more batch."""
-        pairs.save(self.folder / f"{len(self):06d}.safetensors")
+def _check_type(provenance: Provenance | None) -> Provenance | None:
+    if not isinstance(provenance, Provenance | None):
+        raise TypeError(f"provenance must be a Provenance or None, got {type(provenance).__name__}")
+    return provenance
 
-    def load(self, device: torch.device | str = "cpu") -> Pairs:
-        """All stored batches, in order."""
-        if not len(self):
-            raise ValueError(f"{self.folder} holds no pairs yet")
-        return Pairs.concatenate([Pairs.load(file, device) for file in self._files()])
 
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("[0-9]*.safetensors"))
+def _common_provenance(parts: Sequence[Pairs]) -> Provenance | None:
+    known = [part.provenance for part in parts if part.provenance is not None]
+    if not known:
+        return None
+    # A part that does not know its model agrees with every other, but those must agree with each other.
+    first = replace(known[0], model=next((part.model for part in known if part.model), None))
+    for other in known[1:]:
+        differences = first.differences(other, exact=True)
+        if differences:
+            raise ValueError(
+                f"the parts were not collected in one way: {'; '.join(differences)}. To join them all the "
+                "same, give up what is known about them: part.with_provenance(None)"
+            )
+    free: dict[str, Any] = {
+        name: getattr(first, name) if len({getattr(part, name) for part in known}) == 1 else None
+        for name in ("positions", "random_state", "target_order")
+    }
+    return replace(first, **free)
 
 
 def sample_pairs(
@@ -142,7 +226,7 @@ def sample_pairs(
         )
     rows = torch.arange(n_images)[:, None].expand_as(chosen)
     where = (rows.to(a.device), chosen.to(a.device))
-    return Pairs(a[where].flatten(0, 1), c[where].flatten(0, 1), rows.flatten())
+    return Pairs._owning(a[where].flatten(0, 1), c[where].flatten(0, 1), rows.flatten(), None)
 
 
 def normalise(vectors: ArrayLike) -> Tensor:

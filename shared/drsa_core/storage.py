@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from .atomic_files import write_atomically
+
 _PROJECT = "captum-zennit-drsa"
+_DIGEST = "sha256"
+# Files of this format version and later hold a digest of their content.
+_FIRST_WITH_DIGEST = 2
+# What safetensors calls the types that are written here.
+_TYPE_NAMES = {torch.float64: "F64", torch.int64: "I64", torch.float32: "F32"}
 
 
 def versions() -> dict[str, str]:
@@ -36,45 +42,113 @@ def write_tensors(
     format_version: int,
     header: Mapping[str, Any],
 ) -> None:
-    """Write atomically: the file is either the old one or the whole new one, also after a crash."""
-    path = Path(path)
+    """Write atomically: the file is either the old one or the whole new one, also after a crash.
+
+    Parameters
+    ----------
+    tensors : mapping from names to tensors
+        Of float32, float64 or int64.
+    kind, format_version
+        What the file holds, to be named again on reading.
+    header : mapping
+        JSON-serialisable.
+    """
+    # The types with the longest elements come first, so that each tensor is aligned to its elements.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in ordered}
     described = {
         "project": _PROJECT,
         "kind": kind,
         "format_version": str(format_version),
         "header": json.dumps({**header, "versions": versions()}),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, described)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    described[_DIGEST] = _content_digest(described, cpu)
+    write_atomically(path, _safetensors(described, cpu))
 
 
 def read_tensors(
     path: str | os.PathLike[str], kind: str, format_version: int, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_tensors` wrote; raise ValueError for any other or damaged file."""
+    """Read what `write_tensors` wrote, and compare its content with the digest in the file.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged or holds something else; the path is named.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             described = file.metadata() or {}
-            found = described.get("kind")
-            if described.get("project") != _PROJECT or found != kind:
-                raise ValueError(
-                    f"{path} does not hold {kind} of {_PROJECT}, but {found or 'something else'}"
-                )
-            version = int(described["format_version"])
-            if version > format_version:
-                raise ValueError(
-                    f"{path} has format version {version}, this release reads up to {format_version}: "
-                    f"upgrade with pip install -U {_PROJECT}"
-                )
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(described["header"])  # noqa: SIM118
+            _check_kind(path, described, kind, format_version)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _check_digest(path, described, tensors)
+        header = json.loads(described["header"])
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}): it may be truncated") from error
+    except (KeyError, json.JSONDecodeError, UnicodeDecodeError, OverflowError, RuntimeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is no mapping")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, header
+
+
+def _check_kind(path: Path, described: Mapping[str, str], kind: str, format_version: int) -> None:
+    found = described.get("kind")
+    if described.get("project") != _PROJECT or found != kind:
+        raise ValueError(f"{path} does not hold {kind} of {_PROJECT}, but {found or 'something else'}")
+    version = described.get("format_version", "")
+    if not (version.isascii() and version.isdigit()):
+        raise _damaged(path, f"its format version is {version!r}")
+    if int(version) > format_version:
+        raise ValueError(
+            f"{path} has format version {version}, this release reads up to {format_version}: "
+            f"upgrade with pip install -U {_PROJECT}"
+        )
+
+
+def _check_digest(path: Path, described: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    if int(described["format_version"]) < _FIRST_WITH_DIGEST:
+        return
+    if described.get(_DIGEST) != _content_digest(described, tensors):
+        raise _damaged(path, "its content does not fit the SHA-256 in it")
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({why}); take it from a backup, or make it again")
+
+
+def _content_digest(described: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all that a file says: its description but for the digest, and its tensors by name."""
+    digest = hashlib.sha256()
+    shapes = [[name, str(t.dtype), list(t.shape)] for name, t in sorted(tensors.items())]
+    entries = sorted((key, value) for key, value in described.items() if key != _DIGEST)
+    digest.update(json.dumps([entries, shapes]).encode())
+    for _, tensor in sorted(tensors.items()):
+        digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _safetensors(described: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file piece by piece: its own writer holds a second copy of everything in memory."""
+    entries: dict[str, Any] = {"__metadata__": dict(described)}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for tensor in tensors.values():
+        yield _bytes_of(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
 
+from .provenance import Provenance
 from .storage import read_tensors, write_tensors
-from .validation import ArrayLike, as_float_tensor, check_finite, check_positive_int
+from .validation import ArrayLike, as_float_tensor, check_finite, check_floating, check_positive_int
 
 _KIND = "subspaces"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 RESIDUAL = "residual"
 
@@ -39,7 +43,8 @@ class Subspaces:
 
     Notes
     -----
-    A `Subspaces` is a value: methods return new ones and never change the receiver.
+    A `Subspaces` is a value: it holds copies of what it is given, nothing can be assigned, and methods return
+    new ones. Treat its tensors as read-only.
     """
 
     def __init__(
@@ -50,8 +55,8 @@ class Subspaces:
         dual: ArrayLike | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.basis = as_float_tensor(basis, "basis")
-        self.dims = tuple(check_positive_int(d, "every entry of dims") for d in dims)
+        self._basis = _own(as_float_tensor(basis, "basis"))
+        self._dims = tuple(check_positive_int(d, "every entry of dims") for d in dims)
         if self.basis.ndim != 2:
             raise ValueError(f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}")
         if not self.dims or sum(self.dims) != self.basis.shape[1]:
@@ -65,18 +70,16 @@ class Subspaces:
                 "they cannot be linearly independent"
             )
         check_finite(self.basis, "basis")
-        self.dual: Tensor | None = None
+        self._dual: Tensor | None = None
         if dual is not None:
-            self.dual = as_float_tensor(dual, "dual").to(self.basis)
-            if self.dual.shape != self.basis.shape:
+            self._dual = _own(as_float_tensor(dual, "dual").to(self.basis))
+            if self._dual.shape != self.basis.shape:
                 raise ValueError(
-                    f"dual must have basis' shape {tuple(self.basis.shape)}, got {tuple(self.dual.shape)}"
+                    f"dual must have basis' shape {tuple(self.basis.shape)}, got {tuple(self._dual.shape)}"
                 )
-            check_finite(self.dual, "dual")
-        self.names = tuple(names) if names is not None else tuple(f"S{k + 1}" for k in range(len(self.dims)))
-        if len(self.names) != len(self.dims) or len(set(self.names)) != len(self.names):
-            raise ValueError(f"names must be {len(self.dims)} different strings, got {self.names}")
-        self.metadata: dict[str, Any] = _json_copy(metadata or {})
+            check_finite(self._dual, "dual")
+        self._names = _check_names(names, len(self.dims))
+        self._metadata = _json_copy(metadata or {})
 
         # Rounding of an orthonormal matrix grows like sqrt(D)·eps; real mistakes are orders above this. The
         # eps is that of float32 for all: a basis learned in float32 may be used in float64.
@@ -94,6 +97,37 @@ class Subspaces:
             )
 
     # ------------------------------------------------------------------ what it is
+
+    @property
+    def basis(self) -> Tensor:
+        """The basis vectors U, block after block, shape (D, Σ dims)."""
+        return self._basis
+
+    @property
+    def dual(self) -> Tensor | None:
+        """The dual basis V, shape (D, Σ dims); None for orthonormal subspaces."""
+        return self._dual
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Block sizes d_1 … d_K."""
+        return self._dims
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the K blocks; `renamed` gives them others."""
+        return self._names
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """A copy of the metadata; `with_metadata` adds to it."""
+        return deepcopy(self._metadata)
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """How the pairs were collected from which the subspaces were learned, if that is known."""
+        entries = self._metadata.get("provenance")
+        return None if entries is None else Provenance.from_dict(entries)
 
     @property
     def n_subspaces(self) -> int:
@@ -158,18 +192,24 @@ class Subspaces:
         """
         if a.shape != c.shape:
             raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
-        a, c = self._features_last(a, dim), self._features_last(c, dim)
+        check_floating(a, "a (activations)")
+        check_floating(c, "c (contexts)")
+        self._check_features(a, dim)
+        a, c = a.movedim(dim, -1), c.movedim(dim, -1)
         dual = self.basis if self.dual is None else self.dual
         products = (a @ self.basis.to(a)) * (c @ dual.to(c))
         per_block = torch.stack([block.sum(-1) for block in products.split(self.dims, dim=-1)], dim=-1)
         return per_block.movedim(-1, dim)
 
-    def project(self, t: Tensor, k: int, dim: int = 1) -> Tensor:
-        """Activations that pass through block k: V_k U_kᵀ t, which is U_k U_kᵀ t for orthonormal blocks."""
+    def project(self, t: Tensor, k: int | str, dim: int = 1) -> Tensor:
+        """Activations that pass through block k: V_k U_kᵀ t, which is U_k U_kᵀ t for orthonormal blocks.
+
+        The result is contiguous, whatever the strides of `t`.
+        """
         return self._through(t, self.blocks[self._index(k)], self.dual_blocks[self._index(k)], dim)
 
-    def project_context(self, t: Tensor, k: int, dim: int = 1) -> Tensor:
-        """Contexts that pass back through block k: U_k V_kᵀ t, the transpose of `project`."""
+    def project_context(self, t: Tensor, k: int | str, dim: int = 1) -> Tensor:
+        """Contexts that pass back through block k: U_k V_kᵀ t, the transpose of `project`; contiguous."""
         return self._through(t, self.dual_blocks[self._index(k)], self.blocks[self._index(k)], dim)
 
     def completed(self) -> Subspaces:
@@ -187,30 +227,56 @@ class Subspaces:
             basis = torch.cat([self.basis, other @ torch.linalg.inv(complement.T @ other)], dim=1)
             dual = torch.cat([self.dual, complement], dim=1)
         dims = (*self.dims, self.n_features - sum(self.dims))
-        return Subspaces(basis, dims, (*self.names, RESIDUAL), dual, self.metadata)
+        return Subspaces(basis, dims, (*self.names, RESIDUAL), dual, self._metadata)
 
     def select(self, blocks: Sequence[int | str]) -> Subspaces:
         """The named or numbered blocks, in the given order: selection and reordering in one."""
+        if isinstance(blocks, str | int):
+            raise TypeError(f"select takes a sequence of blocks, got {blocks!r}; write [{blocks!r}]")
         indices = [self._index(block) for block in blocks]
+        if not indices or len(set(indices)) != len(indices):
+            raise ValueError(f"select takes each block at most once, and one at least, got {indices}")
         columns = torch.arange(self.basis.shape[1], device=self.device).split(self.dims)
-        chosen = torch.cat([columns[i] for i in indices]) if indices else columns[0][:0]
+        chosen = torch.cat([columns[i] for i in indices])
         return Subspaces(
             self.basis[:, chosen],
             [self.dims[i] for i in indices],
             [self.names[i] for i in indices],
             None if self.dual is None else self.dual[:, chosen],
-            self.metadata,
+            self._metadata,
         )
+
+    def renamed(self, names: Sequence[str] | Mapping[str, str]) -> Subspaces:
+        """The same subspaces under other names.
+
+        Parameters
+        ----------
+        names : sequence of K str, or mapping
+            All names in the order of the blocks, or new ones for some of the old.
+        """
+        if isinstance(names, Mapping):
+            unknown = [name for name in names if name not in self.names]
+            if unknown:
+                raise ValueError(f"no block is named {unknown[0]!r}; the names are {', '.join(self.names)}")
+            names = [names.get(name, name) for name in self.names]
+        return Subspaces(self.basis, self.dims, names, self.dual, self._metadata)
 
     def with_metadata(self, **metadata: Any) -> Subspaces:
         """The same subspaces with entries of the metadata added or replaced."""
-        return Subspaces(self.basis, self.dims, self.names, self.dual, {**self.metadata, **metadata})
+        return Subspaces(self.basis, self.dims, self.names, self.dual, {**self._metadata, **metadata})
+
+    def with_provenance(self, provenance: Provenance | None) -> Subspaces:
+        """The same subspaces with another provenance, or none."""
+        metadata = {name: value for name, value in self._metadata.items() if name != "provenance"}
+        if provenance is not None:
+            metadata["provenance"] = provenance.as_dict()
+        return Subspaces(self.basis, self.dims, self.names, self.dual, metadata)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Subspaces:
         """The same subspaces on another device or in another precision."""
         dual = None if self.dual is None else self.dual.to(device=device, dtype=dtype)
         basis = self.basis.to(device=device, dtype=dtype)
-        return Subspaces(basis, self.dims, self.names, dual, self.metadata)
+        return Subspaces(basis, self.dims, self.names, dual, self._metadata)
 
     def principal_angles(
         self, other: Subspaces, k: int | str | None = None, other_k: int | str | None = None
@@ -239,12 +305,12 @@ class Subspaces:
         tensors = {"basis": self.basis}
         if self.dual is not None:
             tensors["dual"] = self.dual
-        header = {"dims": self.dims, "names": self.names, "metadata": self.metadata}
+        header = {"dims": self.dims, "names": self.names, "metadata": self._metadata}
         write_tensors(path, tensors, _KIND, _FORMAT_VERSION, header)
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Subspaces:
-        """Read what `save` wrote. Nothing is unpickled."""
+        """Read what `save` wrote; ValueError with the path if the file is damaged. Nothing is unpickled."""
         tensors, header = read_tensors(path, _KIND, _FORMAT_VERSION, device)
         try:
             return cls(
@@ -252,6 +318,8 @@ class Subspaces:
             )
         except KeyError as error:
             raise ValueError(f"{path} lacks the entry {error}; save the subspaces again") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} does not hold valid subspaces: {error}") from error
 
     # ------------------------------------------------------------------ helpers
 
@@ -260,20 +328,51 @@ class Subspaces:
             if block not in self.names:
                 raise ValueError(f"no block is named {block!r}; the names are {', '.join(self.names)}")
             return self.names.index(block)
-        if not -self.n_subspaces <= block < self.n_subspaces:
-            raise ValueError(f"block {block} does not exist; there are {self.n_subspaces}, counted from 0")
-        return block % self.n_subspaces
+        number = block.item() if isinstance(block, Tensor) and block.ndim == 0 else block
+        # True and 0.9 would count as numbers in comparisons, and choose a block that nobody asked for.
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise TypeError(f"a block is a number counted from 0 (an int) or a name (a str), got {block!r}")
+        if not -self.n_subspaces <= number < self.n_subspaces:
+            raise ValueError(f"block {number} does not exist; there are {self.n_subspaces}, counted from 0")
+        return int(number) % self.n_subspaces
 
-    def _features_last(self, t: Tensor, dim: int) -> Tensor:
+    def _check_features(self, t: Tensor, dim: int) -> None:
         if not -t.ndim <= dim < t.ndim or t.shape[dim] != self.n_features:
             raise ValueError(
                 f"expected {self.n_features} features along dim {dim}, got a tensor of shape {tuple(t.shape)}"
             )
-        return t.movedim(dim, -1)
 
     def _through(self, t: Tensor, inward: Tensor, outward: Tensor, dim: int) -> Tensor:
-        coordinates = self._features_last(t, dim) @ inward.to(t)
-        return (coordinates @ outward.to(t).T).movedim(-1, dim)
+        """outward inwardᵀ along `dim`. Contiguous, as torch's BatchNorm misreads other cotangents."""
+        check_floating(t, "t")
+        self._check_features(t, dim)
+        dim = dim % t.ndim
+        inward, outward = inward.to(t), outward.to(t)
+        n_before, n_after = math.prod(t.shape[:dim]), math.prod(t.shape[dim + 1 :])
+        if n_after == 1:
+            projected = t.reshape(n_before, self.n_features) @ inward @ outward.T
+        else:
+            # From the left, so that the features stay where they are and nothing is permuted.
+            columns = t.reshape(n_before, self.n_features, n_after)
+            coordinates = torch.bmm(inward.T.expand(n_before, -1, -1), columns)
+            projected = torch.bmm(outward.expand(n_before, -1, -1), coordinates)
+        return projected.reshape(t.shape)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _check_names(names: Sequence[str] | None, n_subspaces: int) -> tuple[str, ...]:
+    if names is None:
+        return tuple(f"S{k + 1}" for k in range(n_subspaces))
+    found = tuple(names)
+    # A single string is a sequence too, of its letters.
+    if isinstance(names, str) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"names must be {n_subspaces} different strings, got {names!r}")
+    if len(found) != n_subspaces or len(set(found)) != n_subspaces:
+        raise ValueError(f"names must be {n_subspaces} different strings, got {found}")
+    return found
 
 
 def _complement(basis: Tensor) -> Tensor:

@@ -255,10 +255,10 @@ def test_files_that_cannot_be_read_say_why(tmp_path) -> None:
     save_file({"basis": torch.eye(2)}, path)
     with pytest.raises(ValueError, match="does not hold subspaces"):
         Subspaces.load(path)
-    write_tensors(path, {"basis": torch.eye(2)}, "subspaces", 2, {})
-    with pytest.raises(ValueError, match="format version 2, this release reads up to 1: upgrade"):
+    write_tensors(path, {"basis": torch.eye(2)}, "subspaces", 3, {})
+    with pytest.raises(ValueError, match="format version 3, this release reads up to 2: upgrade"):
         Subspaces.load(path)
-    write_tensors(path, {"basis": torch.eye(2)}, "subspaces", 1, {"dims": [2]})
+    write_tensors(path, {"basis": torch.eye(2)}, "subspaces", 2, {"dims": [2]})
     with pytest.raises(ValueError, match="lacks the entry 'names'"):
         Subspaces.load(path)
 
