@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self
 
 import torch
-from drsa_core import Subspaces, filter_context
+from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
+from drsa_core.collect import collect_pairs
+from drsa_core.estimator import Solver
+from drsa_core.layer import (
+    TOLERANCE,
+    BackwardPass,
+    IntegratedGradientsContext,
+    Request,
+    check_fits,
+    eager,
+    filter_context,
+    find_layer,
+    guarded,
+    sum_over_positions,
+    uninterrupted,
+)
+from drsa_core.parameters import as_int
+from drsa_core.provenance import describe_target, target_order
+from drsa_core.target import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
 
-from .arriving import arriving_at
-from .composite import DisentangledComposite
-from .filter import StopForward, VirtualLayer
+from ._zennit import describe_rules, holds_relevance
+from .composite import GuardedComposite
+from .explained import (
+    AttrOutput,
+    ScoreOf,
+    checked_attr_output,
+    checked_start,
+    start_of_target,
+    targets_in,
+)
 from .nonfinite import check_finite
-from .sharing import NONLINEAR_RULES, shared_forwards, skipped_gradients
-
-AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
+from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
 
 
 class DisentangledAttributor(Attributor):  # type: ignore[misc]
@@ -31,8 +54,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         The attributor to wrap, with its model, composite and `attr_output`.
     layer : str or module
         The layer whose output is split, or its dotted name.
-    subspaces : Subspaces
-        The K concepts.
+    subspaces : Subspaces, optional
+        The K concepts. Without them, call `fit` first.
     channel_dim : int
         Axis of the D features in the layer's output.
     residual : bool
@@ -47,13 +70,17 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     chunk : int, optional
         Number of concepts to handle at a time; bounds the memory for large K. Default: all at once.
     slot, tolerance
-        As in `SubspaceFilter`.
+        As in `SubspaceFilter`. `tolerance` also bounds what may go around the layer without a warning.
+    strict : bool
+        Whether subspaces that were learned for another model, layer, target or method are an error instead of
+        a `ProvenanceWarning`.
 
     Notes
     -----
     The forward pass and the backward pass above the layer run once, only what lies below runs K times, with
-    the modified forward passes of Zennit's rules shared (`sharing`). Rules that are not linear
-    (`ReLUDeconvNet`, `ReLUGuidedBackprop`) let pass what they let pass of the whole.
+    the modified forward passes of Zennit's rules shared (`passes`). Rules that are not linear
+    (`ReLUDeconvNet`, `ReLUGuidedBackprop`) let pass what they let pass of the whole. The first call also runs
+    the untouched model on one example, and refuses canonizers that change its output.
 
     Examples
     --------
@@ -66,7 +93,7 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         self,
         attributor: Attributor,
         layer: str | nn.Module,
-        subspaces: Subspaces,
+        subspaces: Subspaces | None = None,
         *,
         channel_dim: int = 1,
         residual: bool = False,
@@ -74,16 +101,18 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         context_steps: int = 100,
         chunk: int | None = None,
         slot: str | None = None,
-        tolerance: float = 1e-3,
+        tolerance: float = TOLERANCE,
+        strict: bool = False,
     ) -> None:
         if isinstance(attributor, DisentangledAttributor) or not isinstance(attributor, Gradient | Occlusion):
             raise TypeError(
                 "attributor must be Zennit's Gradient, SmoothGrad, IntegratedGradients or Occlusion, "
                 f"got {type(attributor).__name__}"
             )
-        for name, value in (("chunk", chunk), ("context_steps", context_steps)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if subspaces is not None and not isinstance(subspaces, Subspaces):
+            raise TypeError(f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}")
+        if slot not in (None, "relevance", "gradient"):
+            raise ValueError(f"slot must be 'relevance', 'gradient' or None, got {slot!r}")
         if two_step and not isinstance(attributor, IntegratedGradients | Occlusion):
             raise ValueError(
                 f"two_step is for IntegratedGradients and Occlusion; with {type(attributor).__name__} both "
@@ -91,30 +120,41 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
             )
         if two_step is False and isinstance(attributor, Occlusion):
             raise ValueError("Occlusion has no backward pass to filter; leave two_step at None")
-        composite = DisentangledComposite(
-            attributor.composite, layer, subspaces, channel_dim=channel_dim, slot=slot, tolerance=tolerance
-        )
-        super().__init__(attributor.model, composite, attributor.attr_output_fn)
-        self.attributor, self.subspaces, self.channel_dim = attributor, subspaces, channel_dim
-        self.residual, self.two_step, self.context_steps, self.chunk = (
-            residual,
-            two_step,
-            context_steps,
-            chunk,
-        )
+        if not isinstance(attributor.model, nn.Module):
+            raise TypeError(f"the attributor's model must be a module, got {type(attributor.model).__name__}")
+        model = eager(attributor.model)
+        super().__init__(model, GuardedComposite(attributor.composite), attributor.attr_output_fn)
+        self.attributor = copy.copy(attributor)
+        self.attributor.model = model
+        self.layer_name, self.layer = find_layer(model, layer)
+        self.subspaces, self.channel_dim = subspaces, as_int(channel_dim, "channel_dim")
+        self.residual, self.two_step = residual, two_step
+        self.context_steps = as_int(context_steps, "context_steps", 1)
+        self.chunk = None if chunk is None else as_int(chunk, "chunk", 1)
+        self.slot, self.tolerance, self.strict = slot, tolerance, strict
+        self._keeps_output = False
+
+    # ------------------------------------------------------------------ as Zennit's attributors are called
+
+    @uninterrupted
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    @uninterrupted
+    def __exit__(self, *error: object) -> bool:
+        return bool(super().__exit__(*error))
+
+    def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
+        """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
+        _check_input(input)
+        return super().__call__(input, checked_attr_output(attr_output))
 
     def forward(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
-        """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
-        input = input.detach()
-        state = torch.get_rng_state()
-        output, maps = self._maps(input, attr_output_fn)
-        relevance = maps.movedim(0, 1)
-        if self.residual:
-            torch.set_rng_state(state)  # the same noise for the whole as for its parts
-            whole = self._whole(input, attr_output_fn)
-            relevance = torch.cat([relevance, (whole - relevance.sum(1)).unsqueeze(1)], dim=1)
-        check_finite(relevance, self.model, input, attr_output_fn)
-        return output, relevance
+        """As `__call__`, inside of the attributor's context."""
+        self._check_canonizers(input)
+        start = checked_start(attr_output_fn)
+        return guarded(self.model, lambda: self._explain(input.detach().clone(), start))
 
     def concept_relevance(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K).
@@ -122,74 +162,161 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         The context is that at the input; for `IntegratedGradients` in two steps, that of the path.
         """
 
-        def relevance(input: Tensor, attr_output_fn: AttrOutput) -> Tensor:
-            _, activation, context = self._context(input.detach(), attr_output_fn)
-            return self._score(activation, context)
+        def relevance(input: Tensor, start: AttrOutput) -> Tensor:
+            _, activation, context = self._context(input, checked_start(start), ScoreOf(checked_start(start)))
+            result = self._score(activation, context)
+            check_finite(result, self.model, input, start)
+            return result
 
-        # Zennit's __call__ registers the composite and reads attr_output; only what runs inside is another.
-        measure: Any = copy.copy(self)
-        measure.forward = relevance
-        result: Tensor = measure(input, attr_output)
+        return self._registered(relevance, input, checked_attr_output(attr_output))
+
+    # ------------------------------------------------------------------ with a target, as both adapters
+
+    def context(self, input: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """Activations a and contexts c at the layer, shapes (N, …, D, …).
+
+        Relevance starts as the score itself, R = y (Note A), so that Σ aᵀc over all positions of an image is
+        y where the rules conserve it.
+
+        Parameters
+        ----------
+        target : int, list or tensor of int, function of the output
+            One output for all images, one for each, or a function from the output to the scores (N,).
+        """
+
+        def pair(input: Tensor, _: AttrOutput) -> tuple[Tensor, Tensor]:
+            start = start_of_target(target, holds_relevance(self.model, self.slot))
+            _, activation, context = self._context(input, start, target)
+            check_finite(context, self.model, input, start)
+            return activation, context
+
+        result: tuple[Tensor, Tensor] = self._registered(pair, input, None)
         return result
+
+    def collect(
+        self,
+        loader: Iterable[Any],
+        target: Target | str,
+        positions: int | None = 20,
+        random_state: int | None = None,
+        progress: bool | None = None,
+        store: PairStore | None = None,
+    ) -> Pairs:
+        """Pairs (a, c) at random positions of every image of a loader; see `zennit_drsa.collect`."""
+        parameter = next(self.model.parameters(), None)
+        fingerprint = model_fingerprint(self.model)  # before rules and canonizers are there
+        with self:
+            provenance = Provenance(
+                backend="zennit",
+                method=self._method(),
+                layer=self.layer_name,
+                channel_dim=self.channel_dim,
+                target=describe_target(target, tuple_is_index=True) if not isinstance(target, str) else target,
+                model=fingerprint,
+                positions=None if positions is None else as_int(positions, "positions", 1),
+                random_state=random_state,
+                target_order=None if isinstance(target, str) else target_order(target),
+            )
+            return collect_pairs(
+                lambda inputs, of_batch: self.context(_single(inputs), of_batch),
+                loader,
+                target,
+                provenance,
+                store=store,
+                progress=progress,
+                device=None if parameter is None else parameter.device,
+            )
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        target: Target | str,
+        solver: Solver | None = None,
+        positions: int | None = 20,
+        random_state: int | None = None,
+        progress: bool | None = None,
+        store: PairStore | None = None,
+    ) -> Self:
+        """Collect pairs from a loader and learn `subspaces` from them.
+
+        Parameters
+        ----------
+        loader, target, positions, random_state, progress, store
+            As in `zennit_drsa.collect`.
+        solver : PRCA, DRSA, …, optional
+            Default `DRSA(n_subspaces=4)`.
+        """
+        solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
+        solver.fit(self.collect(loader, target, positions, random_state, progress, store))
+        self.subspaces = solver.subspaces_
+        return self
 
     # ------------------------------------------------------------------ maps, shape (K, N, *input)
 
-    def _maps(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
+    def _explain(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
+        state = torch.get_rng_state()
+        output, maps = self._maps(input, start)
+        self._check_provenance(output, start)
+        relevance = maps.movedim(0, 1)
+        if self.residual:
+            torch.set_rng_state(state)  # the same noise for the whole as for its parts
+            whole = self.attributor.forward(input.clone(), start)[1].detach()
+            relevance = torch.cat([relevance, (whole - relevance.sum(1)).unsqueeze(1)], dim=1)
+        check_finite(relevance, self.model, input, start)
+        return output, relevance
+
+    def _maps(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         attributor = self.attributor
         if isinstance(attributor, Occlusion):
-            return self._occlusion(input, attr_output_fn)
+            return self._occlusion(input, start)
         if isinstance(attributor, IntegratedGradients):
             baseline = attributor.baseline_fn(input)
             alphas = torch.linspace(1.0 / attributor.n_iter, 1.0, attributor.n_iter)
             path = (baseline + alpha * (input - baseline) for alpha in alphas)
             if self._in_two_steps:
-                output, mean = self._integrate_model(input, path, attr_output_fn)
+                output, mean = self._integrate_model(input, path, start)
             else:
-                output, mean = self._average(path, attr_output_fn)
+                output, mean = self._average(path, start)
             return output, mean * (input - baseline)
         if isinstance(attributor, SmoothGrad):
-            return self._average(self._noisy(input), attr_output_fn)
-        return self._gradients(input, attr_output_fn)
+            return self._average(self._noisy(input), start)
+        return self._gradients(input, start)
 
-    def _gradients(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
+    def _gradients(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         """Filter what arrives at the layer by concept, and pass each part down (section 3, Eqs. 1 and 2)."""
-        input = input.detach().requires_grad_()
-        create_graph = self.attributor.create_graph
+        subspaces, create_graph = self._fitted(), self.attributor.create_graph
         hooks = list(self.composite.hook_refs)
         with ExitStack() as stack:
             if not create_graph:
                 stack.enter_context(skipped_gradients(self.model))
-            arriving = arriving_at(self._layer, self.model, input, attr_output_fn, create_graph)
-
+            backward = self._backward(input, start, create_graph)
+            check_fits(backward.activation, subspaces.n_features, self.layer_name, self.channel_dim)
             start_pass = stack.enter_context(shared_forwards(hooks))
 
             def below(part: Tensor) -> Tensor:
                 start_pass()
-                (result,) = torch.autograd.grad(
-                    arriving.graph, input, part, retain_graph=True, create_graph=create_graph
-                )
-                return result
+                return backward.below(part)[0]
 
             whole = None
             if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
-                whole = below(arriving.gradient)
+                whole = below(backward.arriving)
             maps: list[Tensor] = []
             for group in self._groups():
-                for part in filter_context(arriving.context, group, self.channel_dim):
-                    last = len(maps) + 1 == self.subspaces.n_subspaces
-                    if last and whole is not None and self.subspaces.is_complete and maps:
+                for part in backward.cotangents(group, self.channel_dim):
+                    last = len(maps) + 1 == subspaces.n_subspaces
+                    if last and whole is not None and subspaces.is_complete and maps:
                         # The pass for the signs gave the sum of all maps: the last one is what is left.
                         maps.append(whole - torch.stack(maps).sum(0))
                     else:
-                        maps.append(below(arriving.factor * part))
+                        maps.append(below(part))
         keep = create_graph or self.attributor.retain_graph
-        return (arriving.output if keep else arriving.output.detach()), torch.stack(maps)
+        return (backward.output if keep else backward.output.detach()), torch.stack(maps)
 
-    def _average(self, path: Iterator[Tensor], attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
+    def _average(self, path: Iterator[Tensor], start: AttrOutput) -> tuple[Tensor, Tensor]:
         n_iter = self.attributor.n_iter
         total: Tensor | None = None
         for point in path:
-            output, maps = self._gradients(point, attr_output_fn)
+            output, maps = self._gradients(point, start)
             total = maps / n_iter if total is None else total + maps / n_iter
         if total is None:
             raise ValueError(f"n_iter must be at least 1, got {n_iter}")
@@ -210,54 +337,54 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         if self.two_step is not None:
             return self.two_step
         if isinstance(self.attributor, IntegratedGradients):
-            return not self._layer.passes_relevance
+            return not holds_relevance(self.model, self.slot)
         return isinstance(self.attributor, Occlusion)
 
-    def _context(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def _integrates_context(self) -> bool:
+        is_path = isinstance(self.attributor, IntegratedGradients) and self._in_two_steps
+        return is_path and not holds_relevance(self.model, self.slot)
+
+    def _context(self, input: Tensor, start: AttrOutput, target: Target) -> tuple[Tensor, Tensor, Tensor]:
         """Step 1: the model's output, the activation a and its context c."""
-        layer = self._layer
         with skipped_gradients(self.model):
-            arriving = arriving_at(layer, self.model, input, attr_output_fn)
-        output, activation = arriving.output.detach(), arriving.activation
-        of_path = isinstance(self.attributor, IntegratedGradients) and self._in_two_steps
-        if not of_path or layer.passes_relevance:
-            return output, activation, arriving.context
-        context = torch.zeros_like(activation)
-        try:
-            for step in torch.linspace(1.0 / self.context_steps, 1.0, self.context_steps):
-                point = (step * activation).requires_grad_()
-                layer.replacement = point
-                with torch.enable_grad():
-                    result = self.model(input.detach())
-                (gradient,) = torch.autograd.grad(result, point, attr_output_fn(result))
-                context += gradient / self.context_steps
-        finally:
-            layer.replacement = None
+            backward = self._backward(input, start)
+        output, activation, context = backward.output.detach(), backward.activation, backward.context.detach()
+        if self._integrates_context:
+            activation, context = self._path_context(self._request(input, target))
         return output, activation, context
 
+    @property
+    def _path_context(self) -> IntegratedGradientsContext:
+        return IntegratedGradientsContext(self.context_steps)
+
     def _integrate_model(
-        self, input: Tensor, path: Iterator[Tensor], attr_output_fn: AttrOutput
+        self, input: Tensor, path: Iterator[Tensor], start: AttrOutput
     ) -> tuple[Tensor, Tensor]:
         """Step 2 of Integrated Gradients: mean over the path of ∂R̂_k/∂x."""
-        output, _, context = self._context(input.clone(), attr_output_fn)
-        total = input.new_zeros(self.subspaces.n_subspaces, *input.shape)
+        output, activation, context = self._context(input, start, ScoreOf(start))
+        subspaces = self._fitted()
+        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
+        total = input.new_zeros(subspaces.n_subspaces, *input.shape)
         for point in path:
             point = point.detach().requires_grad_()
-            activation = self._activation(point)
-            for first, group in zip(range(0, len(total), self._group_size), self._groups(), strict=True):
-                for k, part in enumerate(filter_context(context, group, self.channel_dim), first):
+            activation = self._request(point, None).activation()
+            k = 0
+            for group in self._groups():
+                for part in filter_context(context, group, self.channel_dim):
                     (gradient,) = torch.autograd.grad(activation, point, part, retain_graph=True)
                     total[k] += gradient / self.attributor.n_iter
+                    k += 1
         return output, total
 
-    def _occlusion(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
+    def _occlusion(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         """Step 2 of occlusion: Zennit's own loop over the windows, with R̂_k in the place of the output."""
-        output, _, context = self._context(input.clone(), attr_output_fn)
+        output, _, context = self._context(input, start, ScoreOf(start))
         scores: list[Tensor] = []
 
         def first_run(occluded: Tensor) -> Tensor:
             with torch.no_grad():
-                scores.append(self._score(self._activation(occluded), context))
+                scores.append(self._score(self._request(occluded, None).activation(), context))
             return scores[-1][:, :1]
 
         def run(model: Callable[[Tensor], Tensor]) -> Tensor:
@@ -267,57 +394,124 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
             return result
 
         maps = [run(first_run)]
-        for k in range(1, self.subspaces.n_subspaces):
+        for k in range(1, self._fitted().n_subspaces):
             remembered = iter([score[:, k : k + 1] for score in scores])
             maps.append(run(partial(_next, remembered)))
         return output, torch.stack(maps)
 
     # ------------------------------------------------------------------ parts
 
-    @property
-    def _layer(self) -> VirtualLayer:
-        layer: VirtualLayer = self.composite.virtual_layer
-        return layer
+    def _request(self, input: Tensor, target: Target) -> Request:
+        return Request(self.model, self.layer, self.layer_name, (input,), target, self.channel_dim)
 
-    def _activation(self, input: Tensor) -> Tensor:
-        """The layer's output, without running what lies above it."""
-        layer = self._layer
-        layer.stop = True
-        try:
-            self.model(input)
-        except StopForward:
-            pass
-        finally:
-            layer.stop = False
-        activation, layer.activation = layer.activation, None
-        if activation is None:
-            raise ValueError(f"layer {layer.name!r} was not run in the forward pass")
-        return activation
+    def _backward(self, input: Tensor, start: AttrOutput, create_graph: bool = False) -> BackwardPass:
+        return BackwardPass(
+            self._request(input, None),
+            start=start,
+            holds_relevance=holds_relevance(self.model, self.slot),
+            create_graph=create_graph,
+            tolerance=self.tolerance,
+        )
 
     def _score(self, activation: Tensor, context: Tensor) -> Tensor:
         """R_k summed over positions, shape (N, K)."""
-        per_position = self.subspaces.relevance(activation, context, self.channel_dim)
-        concepts_second = per_position.movedim(self.channel_dim, 1)
-        return concepts_second.reshape(*concepts_second.shape[:2], -1).sum(2)
-
-    @property
-    def _group_size(self) -> int:
-        return self.chunk or self.subspaces.n_subspaces
+        subspaces = self._fitted()
+        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
+        return sum_over_positions(
+            subspaces.relevance(activation, context, self.channel_dim), self.channel_dim
+        )
 
     def _groups(self) -> Iterator[Subspaces]:
-        n_subspaces, size = self.subspaces.n_subspaces, self._group_size
-        for start in range(0, n_subspaces, size):
-            yield self.subspaces.select(range(start, min(start + size, n_subspaces)))
+        subspaces = self._fitted()
+        size = self.chunk or subspaces.n_subspaces
+        for first in range(0, subspaces.n_subspaces, size):
+            yield subspaces.select(range(first, min(first + size, subspaces.n_subspaces)))
 
-    def _whole(self, input: Tensor, attr_output_fn: AttrOutput) -> Tensor:
-        """The map of the wrapped attributor, on the model as it is registered now, with the filter open."""
-        layer = self._layer
-        layer.is_open = True
-        try:
-            whole: Tensor = self.attributor.forward(input.clone(), attr_output_fn)[1]
-        finally:
-            layer.is_open = False
-        return whole.detach()
+    def _registered(self, work: Callable[[Tensor, AttrOutput], Any], input: Tensor, attr_output: Any) -> Any:
+        """`work`, in the place of `forward`: Zennit's `__call__` registers the composite around it."""
+        _check_input(input)
+        other: Any = copy.copy(self)
+        other.forward = lambda input, start: guarded(self.model, lambda: work(input.detach().clone(), start))
+        return Attributor.__call__(other, input, attr_output)
+
+    # ------------------------------------------------------------------ checks
+
+    def _fitted(self) -> Subspaces:
+        if self.subspaces is None:
+            raise ValueError(
+                "there are no subspaces yet: call fit(loader, target), or pass subspaces=Subspaces.load(path)"
+            )
+        return self.subspaces
+
+    def _method(self) -> str:
+        """How contexts are found, with the rules that are registered now."""
+        rules = describe_rules(self.model)
+        how = repr(self._path_context) if self._integrates_context else "GradientContext()"
+        if holds_relevance(self.model, self.slot):
+            return f"LRP({rules})"
+        return f"{how} under {rules}" if rules else how
+
+    def _check_provenance(self, output: Tensor, start: AttrOutput) -> None:
+        made = self._fitted().provenance
+        if made is None:
+            return
+        used = Provenance(
+            backend="zennit",
+            method=self._method(),
+            layer=self.layer_name,
+            channel_dim=self.channel_dim,
+            target=targets_in(start(output)),
+            model=self._fingerprint,
+        )
+        check_provenance(made, used, "subspaces", self.strict, stacklevel=7)
+
+    def _check_canonizers(self, input: Tensor) -> None:
+        """Compare the first forward pass with that of the untouched model: a canonizer may not fit it."""
+        if self._keeps_output or not len(input):
+            return
+        is_training = any(module.training for module in self.model.modules())
+        with torch.no_grad(), torch.inference_mode(False):
+            example = input.detach()[:1].clone()
+            canonized = self.model(example.clone())
+            self.composite.remove()
+            try:
+                self._fingerprint = None
+                if self.subspaces is not None and self.subspaces.provenance is not None:
+                    self._fingerprint = model_fingerprint(self.model)
+                untouched = guarded(self.model, lambda: self.model(example))
+            finally:
+                self.composite.register(self.model)
+        if not is_training and isinstance(untouched, Tensor):
+            _check_same(canonized, untouched, self.composite)
+        self._keeps_output = True
+
+
+def _check_same(canonized: Tensor, untouched: Tensor, composite: GuardedComposite) -> None:
+    # Merging batch norms rounds differently; half precision has few digits.
+    tolerance = 1e-3 if untouched.dtype in (torch.float32, torch.float64) else 0.05
+    change = (canonized - untouched).abs().max() / untouched.abs().max().clamp(min=1e-30)
+    if not change <= tolerance:
+        names = ", ".join(type(canonizer).__name__ for canonizer in composite.canonizers) or "none"
+        raise ValueError(
+            f"the composite changes the model's output by {float(change):.1%} of its largest value, so that "
+            f"another function would be explained (canonizers: {names}); see zennit_drsa.doctor for "
+            "canonizers that suit this model"
+        )
+
+
+def _check_input(input: object) -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"input must be a tensor, got {type(input).__name__}; use torch.as_tensor(input)")
+    if not input.is_floating_point():
+        raise TypeError(f"input must be floating point, got {input.dtype}; convert it with .float()")
+    if input.ndim == 0 or not len(input):
+        raise ValueError(f"input must hold at least one example, got shape {tuple(input.shape)}")
+
+
+def _single(inputs: object) -> Tensor:
+    if isinstance(inputs, Tensor):
+        return inputs
+    raise TypeError("Zennit's attributors take one input, but the loader gives several; use captum_drsa")
 
 
 def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:

@@ -2,14 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from drsa_core import Subspaces
+from drsa_core.layer import TOLERANCE, Guard, uninterrupted, warn_of_training
 from torch import nn
-from zennit.core import Composite
+from zennit.canonizers import Canonizer
+from zennit.core import Composite, CompositeContext
 
-from .filter import Concept, SubspaceFilter, VirtualLayer, hooks_by_module
+from ._zennit import hooks_by_module
+from .filter import Concept, SubspaceFilter
 
 
-class DisentangledComposite(Composite):  # type: ignore[misc]
+class GuardedComposite(Composite):  # type: ignore[misc]
+    """A Zennit composite that gives the model back as it was, whatever its canonizers do.
+
+    After an error or Ctrl-C while it is being registered, nothing is left behind; what a canonizer does not
+    undo is undone all the same.
+
+    Parameters
+    ----------
+    composite : zennit.core.Composite or None
+        The rules and canonizers to use; None stands for plain gradients.
+    canonizers : sequence of Canonizer
+        Further ones, applied last.
+    """
+
+    def __init__(self, composite: Composite | None, canonizers: Sequence[Canonizer] = ()) -> None:
+        if composite is not None and not isinstance(composite, Composite):
+            raise TypeError(f"composite must be a Zennit composite or None, got {type(composite).__name__}")
+        self.composite = composite
+        self._guard: Guard | None = None
+        module_map = None if composite is None else composite.module_map
+        own = [] if composite is None else composite.canonizers
+        super().__init__(module_map=module_map, canonizers=[*own, *canonizers])
+
+    @uninterrupted
+    def register(self, module: nn.Module) -> None:
+        """Apply the canonizers and the rules to a model."""
+        self.remove()
+        if self.composite is not None and self.composite.handles:
+            raise ValueError(
+                f"the {type(self.composite).__name__} is registered to a model already; leave its context "
+                "(or call its remove()) and pass it unregistered"
+            )
+        if next(hooks_by_module(module), None) is not None:
+            raise ValueError(
+                f"another Zennit composite is registered to this {type(module).__name__}, and the rules of "
+                "both would apply; leave its context first"
+            )
+        guard = self._guard = Guard(module)
+        try:
+            guard.begin()
+            warn_of_training(module)
+            super().register(module)
+            self.handles.append(_Registered())
+        except BaseException:
+            self.remove()
+            raise
+        if guard.was_interrupted:
+            self.remove()
+
+    @uninterrupted
+    def remove(self) -> None:
+        """Take everything off the model, last things first: canonizers may have changed the same weights."""
+        self.handles.reverse()
+        try:
+            super().remove()
+        finally:
+            guard, self._guard = self._guard, None
+            if guard is not None:
+                guard.end()
+
+    def context(self, module: nn.Module) -> CompositeContext:
+        """A context in which the composite is registered to a model."""
+        return _Context(module, self)
+
+
+class DisentangledComposite(GuardedComposite):
     """A Zennit composite whose backward pass keeps one concept at a layer.
 
     Parameters
@@ -34,45 +104,27 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
         channel_dim: int = 1,
         *,
         slot: str | None = None,
-        tolerance: float = 1e-3,
+        tolerance: float = TOLERANCE,
     ) -> None:
-        if composite is not None and not isinstance(composite, Composite):
-            raise TypeError(f"composite must be a Zennit composite or None, got {type(composite).__name__}")
-        self.composite = composite
         self.filter = SubspaceFilter(layer, subspaces, concept, channel_dim, slot=slot, tolerance=tolerance)
-        module_map = None if composite is None else composite.module_map
-        canonizers = [] if composite is None else composite.canonizers
-        super().__init__(module_map=module_map, canonizers=[*canonizers, self.filter])
+        super().__init__(composite, [self.filter])
 
-    def register(self, module: nn.Module) -> None:
-        """Apply the canonizers, the filter and the rules to a model."""
-        self.remove()
-        if self.composite is not None and self.composite.handles:
-            raise ValueError(
-                f"the {type(self.composite).__name__} is registered to a model already; leave its context "
-                "(or call its remove()) and pass it unregistered"
-            )
-        if next(hooks_by_module(module), None) is not None:
-            raise ValueError(
-                f"another Zennit composite is registered to this {type(module).__name__}, and the rules of "
-                "both would apply; leave its context first"
-            )
-        try:
-            super().register(module)
-        except BaseException:
-            self.remove()
-            raise
+
+class _Context(CompositeContext):  # type: ignore[misc]
+    """Zennit's, with Ctrl-C held back on the way in and out."""
+
+    @uninterrupted
+    def __enter__(self) -> nn.Module:
+        module: nn.Module = super().__enter__()
+        return module
+
+    @uninterrupted
+    def __exit__(self, *error: object) -> bool:
+        return bool(super().__exit__(*error))
+
+
+class _Registered:
+    """A handle that does nothing: attributors read from the handles whether a composite is registered."""
 
     def remove(self) -> None:
-        """Take everything off the model, last things first: canonizers may have changed the same weights."""
-        self.handles.reverse()
-        super().remove()
-
-    @property
-    def virtual_layer(self) -> VirtualLayer:
-        """The virtual layer in the model to which the composite is registered."""
-        # The composite may hold filters of its own; ours was applied last.
-        filters = [handle for handle in self.handles if isinstance(handle, SubspaceFilter)]
-        if filters and filters[-1].virtual_layer is not None:
-            return filters[-1].virtual_layer
-        raise RuntimeError("the composite is not registered to a model; use `with composite.context(model):`")
+        """Do nothing."""

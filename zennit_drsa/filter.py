@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core import Subspaces, context_from_relevance, find_layer, lost_relevance
+from drsa_core import Subspaces, context_from_relevance, find_layer
 from drsa_core.canonical import registered_copy
+from drsa_core.layer import TOLERANCE, as_activation, check_fits, warn_of_loss
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
-from zennit.core import Hook
-from zennit.rules import ReLUBetaSmooth, ReLUDeconvNet, ReLUGuidedBackprop
+
+from ._zennit import holds_relevance
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
-
-# Name of the virtual layer below the layer that it follows, e.g. "features.22.virtual_layer".
-CHILD_NAME = "virtual_layer"
-# Rules that modify gradients; every other Zennit rule passes relevance in the gradient's place.
-GRADIENT_RULES = (ReLUBetaSmooth, ReLUDeconvNet, ReLUGuidedBackprop)
-_UNSAFE_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-
-
-class RelevanceLossWarning(UserWarning):
-    """Relevance sits on zero activations, where the virtual layer cannot pass it on."""
-
-
-class StopForward(Exception):
-    """Raised by a `VirtualLayer` that is asked for nothing but the activations below it."""
 
 
 class _Filter(torch.autograd.Function):
@@ -48,8 +34,8 @@ class _Filter(torch.autograd.Function):
         return ctx.layer.filtered(activation, gradient), None
 
 
-class VirtualLayer(nn.Module):
-    """a′ = Σ_k U_k U_kᵀ a as a module: the identity forward, one concept backward (section 3.1).
+class VirtualLayer:
+    """a′ = Σ_k U_k U_kᵀ a: the identity forward, one concept backward (section 3.1).
 
     Parameters
     ----------
@@ -59,93 +45,36 @@ class VirtualLayer(nn.Module):
         Name of the layer that it follows, for messages.
     subspaces, concept, channel_dim, slot, tolerance
         As in `SubspaceFilter`.
-
-    Attributes
-    ----------
-    recording : bool
-        Whether to keep `activation` and `output`, what entered and left in the forward pass.
-    stop : bool
-        Whether to keep `activation` and end the forward pass there by raising `StopForward`.
-    replacement : tensor or None
-        What to put in the place of the activation.
-    is_open : bool
-        Whether everything passes back, lost relevance included.
     """
 
     def __init__(
         self,
         root: nn.Module,
+        layer: nn.Module,
         name: str,
-        subspaces: Subspaces | None,
+        subspaces: Subspaces,
         concept: Concept,
         channel_dim: int,
         slot: str | None,
         tolerance: float,
     ) -> None:
-        super().__init__()
-        self.name, self.subspaces, self.concept = name, subspaces, concept
+        self.root, self.layer, self.name, self.subspaces, self.concept = root, layer, name, subspaces, concept
         self.channel_dim, self.slot, self.tolerance = channel_dim, slot, tolerance
-        self._root = [root]  # in a list, so that the model does not become a child of its own part
-        self.n_runs = 0
-        self.recording = False
-        self.stop = False
-        self.is_open = False
-        self.replacement: Tensor | None = None
-        self.activation: Tensor | None = None
-        self.output: Tensor | None = None
 
-    def forward(self, activation: Tensor) -> Tensor:
-        """Return the activation (N, …, D, …) unchanged."""
-        self.n_runs += 1
-        if self.n_runs > 1:
-            raise ValueError(
-                f"layer {self.name!r} runs more than once in a forward pass, so its output is not one "
-                "activation; choose a layer that runs once (e.g. the block around it)"
-            )
-        self._check(activation)
-        if self.replacement is not None:
-            return self.replacement
-        if self.stop:
-            self.activation = activation
-            raise StopForward
-        output = _Filter.apply(activation, self) if activation.requires_grad else activation
-        if self.recording:
-            self.activation, self.output = activation, output
-            # An in-place ReLU makes the tensor that it gets into its own result: not the one kept here.
-            return output.clone()
-        return output
-
-    @property
-    def passes_relevance(self) -> bool:
-        """Whether the gradient slot holds relevance (LRP composites) rather than gradients."""
-        if self.slot is not None:
-            return self.slot == "relevance"
-        return any(
-            hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(self._root[0])
-        )
+    def __call__(self, output: object) -> Tensor:
+        """The activation (N, …, D, …), with a backward pass that is filtered."""
+        activation = as_activation(output, self.layer, self.name, self.channel_dim)
+        check_fits(activation, self.subspaces.n_features, self.name, self.channel_dim)
+        return _Filter.apply(activation, self) if activation.requires_grad else activation
 
     def filtered(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Keep `concept`: a ⊙ U_kU_kᵀ(R ⊘ a) for relevance R, U_kU_kᵀg for a gradient g."""
-        if self.is_open or self.subspaces is None:
-            return gradient
-        if not self.passes_relevance:
+        if not holds_relevance(self.root, self.slot):
             return self._keep(gradient, self.subspaces)
-        self.warn_of_loss(activation, gradient)
+        warn_of_loss(activation, gradient, self.name, self.tolerance)
         if self.concept is None and self.subspaces.is_complete:
             return torch.where(activation != 0, gradient, 0)
         return activation * self._keep(context_from_relevance(activation, gradient), self.subspaces)
-
-    def warn_of_loss(self, activation: Tensor, relevance: Tensor) -> None:
-        """Warn if more than `tolerance` of the relevance sits on zero activations."""
-        lost = lost_relevance(activation.detach(), relevance.detach())
-        if lost > self.tolerance:
-            warnings.warn(
-                f"{lost:.1%} of the relevance at layer {self.name!r} sits on zero activations and is lost; "
-                "the concept maps do not add up to the whole. Choose a layer whose zero activations carry no "
-                "relevance, or rules that give them none",
-                RelevanceLossWarning,
-                stacklevel=3,
-            )
 
     def _keep(self, context: Tensor, subspaces: Subspaces) -> Tensor:
         """Σ over the kept blocks of U_kV_kᵀc; `concept` may name one block for each sample."""
@@ -167,21 +96,6 @@ class VirtualLayer(nn.Module):
             subspaces.project_context(c[None], int(k), dim) for c, k in zip(context, concepts, strict=True)
         ]
         return torch.cat(rows)
-
-    def _check(self, activation: object) -> None:
-        if not isinstance(activation, Tensor):
-            raise TypeError(
-                f"layer {self.name!r} must output one tensor, got {type(activation).__name__}; choose a "
-                "layer inside or around it that does"
-            )
-        shape, dim = tuple(activation.shape), self.channel_dim
-        n_features = shape[dim] if -len(shape) <= dim < len(shape) else None
-        if self.subspaces is not None and n_features != self.subspaces.n_features:
-            raise ValueError(
-                f"the subspaces have D = {self.subspaces.n_features} features, but layer {self.name!r} has "
-                f"{n_features} along channel_dim={dim} of its output {shape}; use subspaces that were "
-                "fitted at this layer, or give its channel_dim"
-            )
 
 
 class SubspaceFilter(Canonizer):  # type: ignore[misc]
@@ -208,9 +122,10 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     The forward value is the identity, bit for bit. The backward value is R⁽ᵏ⁾ = a ⊙ U_kU_kᵀ(R ⊘ a), 0 where
     a = 0, for relevance R (section 3.2), and U_kU_kᵀg for a gradient g (Note B.1).
 
-    The virtual layer is a child "virtual_layer" of the layer, of type `VirtualLayer`, so that a rule can be
-    attached to it by type or name. It runs after every hook on the layer, so that a rule there covers the
-    layer alone. Parts of the relevance that go around the layer (skip connections) are not filtered.
+    The virtual layer is a forward hook on the layer, not a module: a container's own `forward` may go through
+    its children, and would run a new one in the wrong place. It runs after every other hook on the layer, so
+    that a rule there covers the layer alone. What goes around the layer (skip connections) is not filtered:
+    `DisentangledAttributor` measures it.
 
     Examples
     --------
@@ -225,7 +140,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         channel_dim: int = 1,
         *,
         slot: str | None = None,
-        tolerance: float = 1e-3,
+        tolerance: float = TOLERANCE,
     ) -> None:
         if subspaces is not None and not isinstance(subspaces, Subspaces):
             raise TypeError(f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}")
@@ -233,15 +148,16 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             raise ValueError(f"slot must be 'relevance', 'gradient' or None, got {slot!r}")
         if subspaces is None and concept is not None:
             raise ValueError(f"concept {concept!r} needs subspaces, got None")
-        if subspaces is not None and isinstance(concept, int | str):
-            subspaces.select([concept])  # raises if there is no such concept
+        if subspaces is not None and concept is not None:
+            concept = _checked_concept(concept, subspaces)
         self.layer, self.subspaces, self.concept, self.channel_dim = layer, subspaces, concept, channel_dim
         self.slot, self.tolerance = slot, tolerance
         self.module: nn.Module | None = None
-        self.virtual_layer: VirtualLayer | None = None
+        self._name = ""
+        self._virtual_layer: VirtualLayer | None = None
         self._handles: list[RemovableHandle] = []
         self._hook_handle: RemovableHandle | None = None
-        self._runs_before = 0
+        self._n_runs = 0
 
     def apply(self, root_module: nn.Module) -> list[SubspaceFilter]:
         """Insert the virtual layer and return the instance that removes it."""
@@ -250,14 +166,20 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     def register(self, root_module: nn.Module) -> None:
         """Insert the virtual layer into this model."""
         name, module = find_layer(root_module, self.layer)
-        if CHILD_NAME in module._modules:
+        if any(isinstance(getattr(h, "__self__", None), SubspaceFilter) for h in _pre_hooks(module)):
             raise ValueError(f"layer {name!r} has a SubspaceFilter already; remove it first")
-        _warn_of_training(root_module)
-        virtual_layer = VirtualLayer(
-            root_module, name, self.subspaces, self.concept, self.channel_dim, self.slot, self.tolerance
-        )
-        self.module, self.virtual_layer = module, virtual_layer
-        module.add_module(CHILD_NAME, virtual_layer)
+        self.module, self._name = module, name
+        if self.subspaces is not None:
+            self._virtual_layer = VirtualLayer(
+                root_module,
+                module,
+                name,
+                self.subspaces,
+                self.concept,
+                self.channel_dim,
+                self.slot,
+                self.tolerance,
+            )
         self._handles += [
             root_module.register_forward_pre_hook(self._before_model),
             root_module.register_forward_hook(self._after_model),
@@ -270,9 +192,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             if handle is not None:
                 handle.remove()
         self._handles, self._hook_handle = [], None
-        if self.module is not None and self.module._modules.get(CHILD_NAME) is self.virtual_layer:
-            del self.module._modules[CHILD_NAME]
-        self.module = self.virtual_layer = None
+        self.module = self._virtual_layer = None
 
     def copy(self) -> SubspaceFilter:
         """A filter with the same parameters, not inserted anywhere."""
@@ -288,14 +208,13 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     # Hooks take positional arguments only, as Zennit's own.
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        if self.virtual_layer is not None:
-            self.virtual_layer.n_runs = 0
+        self._n_runs = 0
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.virtual_layer is not None and self.virtual_layer.n_runs == 0:
+        if self._n_runs == 0:
             raise ValueError(
-                f"layer {self.virtual_layer.name!r} was not run in the forward pass of "
-                f"{type(module).__name__}; choose a layer that is called as a module"
+                f"layer {self._name!r} was not run in the forward pass of {type(module).__name__}; choose a "
+                "layer that is called as a module"
             )
 
     def _before_layer(self, module: nn.Module, args: Any) -> None:
@@ -304,29 +223,31 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         if self._hook_handle is not None:
             self._hook_handle.remove()
         self._hook_handle = module.register_forward_hook(self._after_layer)
-        self._runs_before = 0 if self.virtual_layer is None else self.virtual_layer.n_runs
 
     def _after_layer(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.virtual_layer is None or self.virtual_layer.n_runs > self._runs_before:
-            return None  # a container, such as Sequential, has run its new child by itself
-        return self.virtual_layer(output)
-
-
-def hooks_by_module(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """The Zennit hooks that are registered on a model's modules, once each."""
-    for module in model.modules():
-        owners = (getattr(function, "__self__", None) for function in module._forward_hooks.values())
-        # Zennit registers several methods of a hook; dict keeps the order and drops the repetitions.
-        for hook in dict.fromkeys(owner for owner in owners if isinstance(owner, Hook)):
-            yield module, hook
-
-
-def _warn_of_training(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module.training and isinstance(module, _UNSAFE_IN_TRAINING):
-            warnings.warn(
-                f"{name!r} ({type(module).__name__}) is in training mode, so that explanations are random or "
-                "depend on the rest of the batch; call model.eval() first",
-                stacklevel=4,
+        self._n_runs += 1
+        if self._n_runs > 1:
+            raise ValueError(
+                f"layer {self._name!r} runs more than once in a forward pass, so its output is not one "
+                "activation; choose a layer that runs once (e.g. the block around it)"
             )
-            return
+        return None if self._virtual_layer is None else self._virtual_layer(output)
+
+
+def _pre_hooks(module: nn.Module) -> list[Any]:
+    return list(module._forward_pre_hooks.values())
+
+
+def _checked_concept(concept: Concept, subspaces: Subspaces) -> Concept:
+    """The concept as an int, a str or a tensor of int; an error if the subspaces have no such one."""
+    if isinstance(concept, str):
+        subspaces.select([concept])
+        return concept
+    indices = torch.as_tensor(concept)
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise TypeError(f"concept must be an index, a name, or one index per sample, got {concept!r}")
+    if indices.ndim > 1:
+        raise ValueError(f"concept must be one index or one per sample, got shape {tuple(indices.shape)}")
+    for index in set(indices.reshape(-1).tolist()):
+        subspaces.select([index])
+    return indices if indices.ndim else int(indices)

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from .filter import VirtualLayer
-
 
 def check_finite(
     relevance: Tensor, model: nn.Module, input: Tensor, attr_output_fn: Callable[[Tensor], Tensor]
@@ -48,7 +46,7 @@ def _origin(model: nn.Module, input: Tensor, attr_output_fn: Callable[[Tensor], 
         return "the input itself holds NaN or Inf"
     with ExitStack() as stack:
         for module in model.modules():
-            if not list(module.children()) and not isinstance(module, VirtualLayer):
+            if not list(module.children()):
                 stack.callback(module.register_forward_hook(watch).remove)
         point = input.detach().clone().requires_grad_()
         with torch.enable_grad():

@@ -55,8 +55,27 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
     return score.reshape(len(output))
 
 
+def gradient_at_output(output: Tensor, target: Target) -> Tensor:
+    """∂y/∂output, of the output's shape: a one in the place of the target, for an index."""
+    with torch.enable_grad():
+        leaf = output.detach().clone().requires_grad_()
+        score = select_scores(leaf, target)
+        gradient = None
+        if score.requires_grad:
+            (gradient,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)
+    if gradient is None:
+        raise ValueError(
+            "no gradient flows from the explained score to the output: the callable target detaches it "
+            "(torch.no_grad, .detach(), argmax)"
+        )
+    return gradient
+
+
 def target_of_example(target: Target, i: int) -> Target:
     """The target of example i alone; `select_scores` has seen that there is one for each."""
+    of_example: Callable[[int], Target] | None = getattr(target, "of_example", None)
+    if of_example is not None:  # a function that is another one for each example
+        return of_example(i)
     if isinstance(target, np.ndarray | Tensor):
         entries = torch.as_tensor(target)
         return int(entries[i] if entries.numel() > 1 else entries)

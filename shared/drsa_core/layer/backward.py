@@ -21,6 +21,8 @@ class BackwardPass:
     Parameters
     ----------
     request : Request
+    start : function, optional
+        The output ↦ what the gradient slot holds there. Default: the gradient of the explained score.
     holds_relevance : bool
         Whether rules are in force that pass relevance in the gradient's place.
     create_graph : bool
@@ -46,6 +48,7 @@ class BackwardPass:
         self,
         request: Request,
         *,
+        start: Callable[[Tensor], Tensor] | None = None,
         holds_relevance: bool = False,
         create_graph: bool = False,
         tolerance: float = TOLERANCE,
@@ -55,12 +58,13 @@ class BackwardPass:
         self._cut = Cut(is_connected=create_graph)
         with torch.enable_grad():
             self.output: Tensor = replace(request, inputs=self._inputs).run(self._cut)
-            score = request.select(self.output)
+            explained = request.select(self.output).sum() if start is None else self.output
             self.arriving, self.around = gradients_at_cut(
-                score.sum(),
+                explained,
                 self._cut.above,
                 () if create_graph else self._inputs,
                 request.layer_name,
+                None if start is None else start(self.output),
                 create_graph=create_graph,
                 retain_graph=True,
             )

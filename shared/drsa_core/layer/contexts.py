@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -43,7 +43,7 @@ class IntegratedGradientsContext:
     """
 
     n_steps: int = 100
-    internal_batch_size: int | None = None
+    internal_batch_size: int | None = field(default=None, repr=False)
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
         """Activations and contexts, example by example."""
@@ -63,7 +63,8 @@ class IntegratedGradientsContext:
                     score = upper(rows.clone())
                 (gradient,) = torch.autograd.grad(score.sum(), rows)
                 context += (their_weight * gradient).sum(0, keepdim=True)
-            errors.append(_conservation_error(activation, context, upper))
+            if getattr(request.target, "is_potential", True):
+                errors.append(_conservation_error(activation, context, upper))
             return context
 
         # The whole pass says whether the score depends on the layer, and what goes around it.
@@ -72,7 +73,8 @@ class IntegratedGradientsContext:
         activation = backward.activation
         del backward
         context = contexts_by_example(request, activation, score, integrate)
-        self._warn_of_few_steps(float(torch.stack(errors).max()), request.layer_name)
+        if errors:
+            self._warn_of_few_steps(float(torch.stack(errors).max()), request.layer_name)
         return activation, context
 
     def _warn_of_few_steps(self, error: float, layer_name: str) -> None:

@@ -29,7 +29,7 @@ from zennit.rules import (
     ZPlus,
 )
 
-from .filter import hooks_by_module
+from ._zennit import hooks_by_module
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 

@@ -1,0 +1,99 @@
+"""What is explained at the output: Zennit's `attr_output`, or a target as both adapters take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
+
+import torch
+from drsa_core.target import Target, gradient_at_output
+from torch import Tensor
+
+AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
+    """What the gradient slot holds at the output: ∂y/∂output, times the output for relevance (Note A)."""
+
+    def start(output: Tensor) -> Tensor:
+        gradient = gradient_at_output(output, target)
+        return output.detach() * gradient if holds_relevance else gradient
+
+    return start
+
+
+class ScoreOf:
+    """Scores y (n,) whose gradient by the output is `attr_output`: a target for what integrates gradients.
+
+    Parameters
+    ----------
+    attr_output : function
+        Output (N, …) ↦ its attribution, of the same shape.
+    rows : tensor (N, …) and int, optional
+        Outputs of a whole batch, and the number of the example that the rows of further outputs belong to.
+
+    Attributes
+    ----------
+    is_potential : bool
+        False: `attr_output` may depend on the output, and then no function has it as its gradient.
+    """
+
+    is_potential = False
+
+    def __init__(self, attr_output: AttrOutput, rows: tuple[Tensor, int] | None = None) -> None:
+        self._attr_output, self._rows = attr_output, rows
+        self._outputs: Tensor | None = None
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """Scores (n,) of outputs (n, …)."""
+        if self._rows is None:
+            self._outputs = output.detach()
+            start = self._attr_output(output.detach())
+        else:
+            batch, i = self._rows
+            starts = []
+            for row in output.detach():
+                exchanged = batch.clone()
+                exchanged[i] = row
+                starts.append(self._attr_output(exchanged)[i])
+            start = torch.stack(starts)
+        return (output * start.detach()).flatten(1).sum(1) if output.ndim > 1 else output * start.detach()
+
+    def of_example(self, i: int) -> Self:
+        """The scores of example i of the batch that this was called with last."""
+        if self._outputs is None:
+            raise ValueError("the outputs of the batch must be known before those of an example")
+        return type(self)(self._attr_output, (self._outputs, i))
+
+
+def checked_attr_output(attr_output: object) -> Tensor | AttrOutput | None:
+    """Zennit's `attr_output`, or an error for what it does not take."""
+    if attr_output is None or isinstance(attr_output, Tensor) or callable(attr_output):
+        return attr_output
+    raise TypeError(
+        "attr_output must be a tensor of the output's shape, or a function of the output, got "
+        f"{type(attr_output).__name__}; for class 3 of 10 pass torch.eye(10)[[3]]"
+    )
+
+
+def checked_start(attr_output: AttrOutput) -> AttrOutput:
+    """The function with a check of what it gives."""
+
+    def start(output: Tensor) -> Tensor:
+        value: Any = attr_output(output)
+        if not isinstance(value, Tensor) or value.shape != output.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"attr_output must have the output's shape {tuple(output.shape)}, got {got}; for one class "
+                "pass a row with a one in its place for each example"
+            )
+        return value.to(device=output.device, dtype=output.dtype)
+
+    return start
+
+
+def targets_in(start: Tensor) -> list[int] | None:
+    """The outputs that are explained, if every row of a start (N, C) explains a single one."""
+    if start.ndim != 2 or not bool(((start != 0).sum(1) == 1).all()):
+        return None
+    return sorted(set((start != 0).float().argmax(1).tolist()))
