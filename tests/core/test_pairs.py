@@ -83,6 +83,9 @@ def test_bad_pairs_are_named() -> None:
         sample_pairs(torch.rand(1, 2, 3), torch.rand(1, 2, 3), 0)
     with pytest.raises(ValueError, match="one shape"):
         sample_pairs(torch.rand(1, 2, 3), torch.rand(1, 2, 4), 1)
+    for channel_dim in (0, -3, 3):  # the axis of the images, or none
+        with pytest.raises(ValueError, match="an axis after that of the images"):
+            sample_pairs(torch.rand(2, 2, 2), torch.rand(2, 2, 2), 1, channel_dim=channel_dim)
     with pytest.raises(ValueError, match="at least one Pairs"):
         Pairs.concatenate([])
     with pytest.raises(ValueError, match=r"same number of features, got \[2, 3\]"):
@@ -198,7 +201,7 @@ def test_provenance_goes_through_files_and_concatenation(tmp_path) -> None:
 def test_empty_batches_go_with_others() -> None:
     empty = sample_pairs(torch.rand(0, 3, 4), torch.rand(0, 3, 4), 2)
     some = Pairs(torch.rand(2, 3), torch.rand(2, 3), torch.tensor([0, 1]))
-    assert len(empty) == 0
+    assert len(empty) == len(sample_pairs(torch.rand(0, 3), torch.rand(0, 3), None)) == 0
     assert Pairs.concatenate([empty, some, empty, some]).image.tolist() == [0, 1, 2, 3]
     assert len(Pairs.concatenate([empty, empty])) == 0
     with pytest.raises(ValueError, match="both at least 1"):

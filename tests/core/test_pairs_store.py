@@ -152,9 +152,14 @@ with PairStore({str(tmp_path)!r}).writing(None) as writer:
 
 def test_an_error_in_the_block_frees_the_store(tmp_path) -> None:
     store = PairStore(tmp_path)
-    with pytest.raises(KeyboardInterrupt), store.writing(made()) as writer:
-        writer.append(batch())
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with store.writing(made()) as writer:
+            writer.append(batch())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     with store.writing(made()) as writer:
         assert writer.n_done == 1
 
