@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,14 +211,15 @@ def test_empty_batches_go_with_others() -> None:
 
 def test_wrong_arrays_are_refused() -> None:
     good = np.ones((2, 3))
-    for bad, message in [
+    cases: list[tuple[Any, str]] = [
         (np.ma.masked_array(good, mask=good > 0), "masked array"),
         (good.astype(int), "floating point, got torch.int64"),
         (good.astype(bool), "floating point, got torch.bool"),
         (good.astype(complex), "take .real"),
         (good.astype(object), "floating point, got an array of object"),
         (torch.ones(2, 3).to_sparse(), "to_dense"),
-    ]:
+    ]
+    for bad, message in cases:
         with pytest.raises(TypeError, match=message):
             Pairs(bad, good)
         with pytest.raises(TypeError, match=message):

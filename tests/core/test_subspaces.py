@@ -344,10 +344,11 @@ def test_blocks_are_chosen_by_whole_numbers_and_names_alone() -> None:
             subspaces.select([block])  # type: ignore[list-item]
         with pytest.raises(TypeError, match="a block is a number"):
             subspaces.project(torch.ones(1, 4), block)  # type: ignore[arg-type]
-    for blocks in ("S1", 1):
+    for one in ("S1", 1):
         with pytest.raises(TypeError, match="sequence of blocks"):
-            subspaces.select(blocks)  # type: ignore[arg-type]
-    for twice in ([], [0, "S1"]):
+            subspaces.select(one)  # type: ignore[arg-type]
+    wrong: list[list[int | str]] = [[], [0, "S1"]]
+    for twice in wrong:
         with pytest.raises(ValueError, match="at most once, and one at least"):
             subspaces.select(twice)
 
