@@ -165,8 +165,8 @@ def function_digest(function: Any) -> str:
     """Short digest of what a function does: its code, constants, defaults and simple captured values.
 
     Simple values are numbers, strings, arrays, other functions and containers of them, from its closure. Of
-    the names of its module only constants count. The same source
-    gives the same digest in another process with the same version of Python.
+    the names of its module only constants count. The same source gives the same digest in another process
+    with the same version of Python.
     """
     digest = hashlib.sha256()
     feed(digest, function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -213,17 +214,22 @@ def sample_pairs(
             f"activation and context must have one shape, got {tuple(activation.shape)} "
             f"and {tuple(context.shape)}"
         )
+    if not -activation.ndim < channel_dim < activation.ndim or channel_dim == 0:
+        raise ValueError(
+            f"channel_dim must be an axis after that of the images, got {channel_dim} for an activation of "
+            f"shape {tuple(activation.shape)}"
+        )
     a = activation.detach().movedim(channel_dim, -1)
     c = context.detach().movedim(channel_dim, -1)
     n_images, n_features = a.shape[0], a.shape[-1]
-    a, c = a.reshape(n_images, -1, n_features), c.reshape(n_images, -1, n_features)
-    n_positions = a.shape[1]
+    n_positions = math.prod(a.shape[1:-1])
+    shape = (n_images, n_positions, n_features)
+    a, c = a.reshape(shape), c.reshape(shape)
     if positions is None or check_positive_int(positions, "positions") >= n_positions:
         chosen = torch.arange(n_positions).expand(n_images, -1)
     else:
-        chosen = torch.stack(
-            [torch.randperm(n_positions, generator=generator)[:positions] for _ in range(n_images)]
-        )
+        drawn = [torch.randperm(n_positions, generator=generator)[:positions] for _ in range(n_images)]
+        chosen = torch.stack(drawn) if drawn else torch.empty(0, positions, dtype=torch.long)
     rows = torch.arange(n_images)[:, None].expand_as(chosen)
     where = (rows.to(a.device), chosen.to(a.device))
     return Pairs._owning(a[where].flatten(0, 1), c[where].flatten(0, 1), rows.flatten(), None)

@@ -100,7 +100,7 @@ def _check_kind(path: Path, described: Mapping[str, str], kind: str, format_vers
     if described.get("project") != _PROJECT or found != kind:
         raise ValueError(f"{path} does not hold {kind} of {_PROJECT}, but {found or 'something else'}")
     version = described.get("format_version", "")
-    if not (version.isascii() and version.isdigit()):
+    if not (version.isascii() and version.isdigit() and int(version) >= 1):
         raise _damaged(path, f"its format version is {version!r}")
     if int(version) > format_version:
         raise ValueError(

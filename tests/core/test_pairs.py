@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from drsa_core import (
+    PRCA,
     Pairs,
     PairStore,
     Subspaces,
@@ -16,6 +21,8 @@ from drsa_core import (
 from torch import nn
 
 from tests import golden
+
+from .test_provenance import made
 
 
 def test_pairs_unpack_concatenate_and_survive_a_file(tmp_path) -> None:
@@ -77,6 +84,9 @@ def test_bad_pairs_are_named() -> None:
         sample_pairs(torch.rand(1, 2, 3), torch.rand(1, 2, 3), 0)
     with pytest.raises(ValueError, match="one shape"):
         sample_pairs(torch.rand(1, 2, 3), torch.rand(1, 2, 4), 1)
+    for channel_dim in (0, -3, 3):  # the axis of the images, or none
+        with pytest.raises(ValueError, match="an axis after that of the images"):
+            sample_pairs(torch.rand(2, 2, 2), torch.rand(2, 2, 2), 1, channel_dim=channel_dim)
     with pytest.raises(ValueError, match="at least one Pairs"):
         Pairs.concatenate([])
     with pytest.raises(ValueError, match=r"same number of features, got \[2, 3\]"):
@@ -147,3 +157,94 @@ def test_fingerprints_tell_models_apart() -> None:
     with torch.no_grad():
         linear.weight[0, 0] += 1e-6
     assert model_fingerprint(model) != before
+
+
+def test_pairs_are_values() -> None:
+    a, c, image = torch.rand(2, 3), np.random.default_rng(0).random((2, 3)), torch.tensor([0, 1])
+    pairs = Pairs(a, c, image, made())
+    expected = pairs.a.clone(), pairs.c.clone()
+    a.zero_()
+    c[:] = 0
+    image.zero_()
+    assert torch.equal(pairs.a, expected[0])
+    assert torch.equal(pairs.c, expected[1])
+    assert pairs.image.tolist() == [0, 1]
+    for name in ("a", "c", "image", "provenance"):
+        with pytest.raises(AttributeError):
+            setattr(pairs, name, None)
+    other = pairs.with_provenance(None)
+    assert (other.provenance, pairs.provenance) == (None, made())
+    assert pairs.to("cpu").provenance == made()
+    assert "at 'a', target 3, zennit" in repr(pairs)
+
+
+def test_provenance_goes_through_files_and_concatenation(tmp_path) -> None:
+    ones = torch.ones(1, 2)
+    first = Pairs(ones, ones, provenance=made(target=[1, 2]))
+    first.save(tmp_path / "p.safetensors")
+    assert Pairs.load(tmp_path / "p.safetensors").provenance == made(target=[1, 2])
+    nothing = Pairs(ones, ones)
+    assert Pairs.concatenate([nothing, first]).provenance == first.provenance
+    assert Pairs.concatenate([nothing, nothing]).provenance is None
+    other = Pairs(ones, ones, provenance=made(target=[1, 2], random_state=5))
+    assert Pairs.concatenate([first, other]).provenance == made(target=[1, 2], random_state=None)
+    with pytest.raises(ValueError, match=r"layer: 'a' there, 'b' here.*with_provenance\(None\)"):
+        Pairs.concatenate([first, Pairs(ones, ones, provenance=made(layer="b", target=[1, 2]))])
+    with pytest.raises(ValueError, match="target"):
+        Pairs.concatenate([first, Pairs(ones, ones, provenance=made(target=1))])
+    # A part that does not know its model hides no difference between the others.
+    parts = [Pairs(ones, ones, provenance=made(model=model)) for model in (None, "x", "y")]
+    with pytest.raises(ValueError, match="model"):
+        Pairs.concatenate(parts)
+    assert Pairs.concatenate(parts[:2]).provenance == made(model="x")
+
+
+def test_empty_batches_go_with_others() -> None:
+    empty = sample_pairs(torch.rand(0, 3, 4), torch.rand(0, 3, 4), 2)
+    some = Pairs(torch.rand(2, 3), torch.rand(2, 3), torch.tensor([0, 1]))
+    assert len(empty) == len(sample_pairs(torch.rand(0, 3), torch.rand(0, 3), None)) == 0
+    assert Pairs.concatenate([empty, some, empty, some]).image.tolist() == [0, 1, 2, 3]
+    assert len(Pairs.concatenate([empty, empty])) == 0
+    with pytest.raises(ValueError, match="both at least 1"):
+        PRCA().fit(*empty)
+
+
+def test_wrong_arrays_are_refused() -> None:
+    good = np.ones((2, 3))
+    cases: list[tuple[Any, str]] = [
+        (np.ma.masked_array(good, mask=good > 0), "masked array"),
+        (good.astype(int), "floating point, got torch.int64"),
+        (good.astype(bool), "floating point, got torch.bool"),
+        (good.astype(complex), "take .real"),
+        (good.astype(object), "floating point, got an array of object"),
+        (torch.ones(2, 3).to_sparse(), "to_dense"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(TypeError, match=message):
+            Pairs(bad, good)
+        with pytest.raises(TypeError, match=message):
+            Pairs(good, bad)
+    for image in (torch.tensor([0.9, 1.0]), torch.tensor([True, False])):
+        with pytest.raises(TypeError, match="image must hold integers"):
+            Pairs(good, good, image)
+    with pytest.raises(ValueError, match="count from 0, got -1"):
+        Pairs(good, good, torch.tensor([-1, 0]))
+    with pytest.raises(TypeError, match="must be a Provenance or None, got dict"):
+        Pairs(good, good, provenance={})  # type: ignore[arg-type]
+
+
+def test_unusual_arrays_are_taken() -> None:
+    values = np.arange(6.0).reshape(2, 3)
+    fixed = values.copy()
+    fixed.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for array in (
+            values[::-1][::-1],
+            values.astype(">f8"),
+            values.astype(np.longdouble),
+            fixed,
+            values.T.copy().T,
+        ):
+            assert Pairs(array, values).a.tolist() == values.tolist()
+        assert Pairs(values[::-1], values).a.tolist() == values[::-1].tolist()

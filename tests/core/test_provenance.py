@@ -260,9 +260,12 @@ def hashed(monkeypatch) -> list[str]:
     """Names of the tensors that are hashed from now on."""
     names: list[str] = []
     whole = fingerprint._feed_tensor
-    monkeypatch.setattr(
-        fingerprint, "_feed_tensor", lambda digest, t, name: (names.append(name), whole(digest, t, name))
-    )
+
+    def recorded(digest: Any, tensor: torch.Tensor, name: str) -> None:
+        names.append(name)
+        whole(digest, tensor, name)
+
+    monkeypatch.setattr(fingerprint, "_feed_tensor", recorded)
     return names
 
 
@@ -339,11 +342,12 @@ def test_a_change_and_back_is_no_change() -> None:
 def test_wrappers_do_not_count() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     plain = model_fingerprint(model)
+    compiled: Any = torch.compile
     assert model_fingerprint(nn.DataParallel(model)) == plain
-    assert model_fingerprint(torch.compile(model)) == plain
-    assert model_fingerprint(torch.compile(nn.DataParallel(model))) == plain
+    assert model_fingerprint(compiled(model)) == plain
+    assert model_fingerprint(compiled(nn.DataParallel(model))) == plain
     assert model_fingerprint(nn.Sequential(model[0], nn.DataParallel(model[1]))) == plain
-    assert model_fingerprint(nn.Sequential(torch.compile(model[0]), torch.compile(model[1]))) == plain
+    assert model_fingerprint(nn.Sequential(compiled(model[0]), compiled(model[1]))) == plain
     named = nn.Module()
     named.module = model  # an ordinary child that has the name by chance
     assert model_fingerprint(named) != plain

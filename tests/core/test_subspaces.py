@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from scipy.stats import ortho_group
 
+from .test_provenance import made
+
 
 def orthogonal(n: int, seed: int = 0) -> torch.Tensor:
     return torch.as_tensor(ortho_group.rvs(n, random_state=seed))
@@ -282,3 +284,133 @@ def test_versions_are_stored(tmp_path) -> None:
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["header"])
     assert {"torch", "numpy", "scipy"} <= header["versions"].keys()
+
+
+def test_subspaces_are_values() -> None:
+    basis, dual = torch.eye(3), np.eye(3, dtype=np.float32)
+    metadata = {"solver": {"name": "x"}}
+    subspaces = Subspaces(basis, [1, 2], dual=dual, metadata=metadata)
+    basis.zero_()
+    dual[:] = 0
+    metadata["solver"]["name"] = "y"
+    subspaces.metadata["solver"]["name"] = "z"
+    assert torch.equal(subspaces.basis, torch.eye(3))
+    assert subspaces.dual is not None
+    assert torch.equal(subspaces.dual, torch.eye(3))
+    assert subspaces.metadata == {"solver": {"name": "x"}}
+    for name in ("basis", "dual", "dims", "names", "metadata", "provenance"):
+        with pytest.raises(AttributeError):
+            setattr(subspaces, name, None)
+    assert subspaces.to("cpu").basis.data_ptr() != subspaces.basis.data_ptr()
+
+
+def test_blocks_get_other_names() -> None:
+    subspaces = Subspaces(torch.eye(3), [1, 2], metadata={"layer": "x"})
+    assert subspaces.renamed(["ear", "nose"]).names == ("ear", "nose")
+    swapped = subspaces.renamed({"S1": "S2", "S2": "S1"})
+    assert (swapped.names, swapped.dims, swapped.metadata) == (("S2", "S1"), (1, 2), {"layer": "x"})
+    assert subspaces.renamed({"S2": "nose"}).names == ("S1", "nose")
+    assert subspaces.names == ("S1", "S2")
+    with pytest.raises(ValueError, match="no block is named 'x'; the names are S1, S2"):
+        subspaces.renamed({"x": "y"})
+    for names in (["a"], ["a", "a"], "ab", ["a", 1], {"S1": "S2"}):
+        with pytest.raises(ValueError, match="2 different strings"):
+            subspaces.renamed(names)  # type: ignore[arg-type]
+
+
+def test_provenance_is_kept_by_all_that_is_derived(tmp_path) -> None:
+    subspaces = Subspaces(torch.eye(3)[:, :2], [1, 1], metadata={"seed": 1})
+    assert subspaces.provenance is None
+    known = subspaces.with_provenance(made(target=[1, 2]))
+    known.save(tmp_path / "s.safetensors")
+    for derived in (
+        known.select([1]),
+        known.completed(),
+        known.to(dtype=torch.float64),
+        known.renamed(["a", "b"]),
+        known.with_metadata(seed=2),
+        Subspaces.load(tmp_path / "s.safetensors"),
+    ):
+        assert derived.provenance == made(target=[1, 2])
+    assert known.with_provenance(None).metadata == {"seed": 1}
+
+
+def test_blocks_are_chosen_by_whole_numbers_and_names_alone() -> None:
+    subspaces = Subspaces(torch.eye(4), [1, 1, 2])
+    for blocks in ([2, 0], np.array([2, 0]), torch.tensor([2, 0]), [torch.tensor(-1), np.int64(0)]):
+        assert subspaces.select(blocks).names == ("S3", "S1")  # type: ignore[arg-type]
+    for block in (0.9, 1.0, True, torch.tensor(0.9), torch.tensor(True), np.float64(1), np.bool_(True), None):
+        with pytest.raises(TypeError, match="a block is a number"):
+            subspaces.select([block])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="a block is a number"):
+            subspaces.project(torch.ones(1, 4), block)  # type: ignore[arg-type]
+    for one in ("S1", 1):
+        with pytest.raises(TypeError, match="sequence of blocks"):
+            subspaces.select(one)  # type: ignore[arg-type]
+    wrong: list[list[int | str]] = [[], [0, "S1"]]
+    for twice in wrong:
+        with pytest.raises(ValueError, match="at most once, and one at least"):
+            subspaces.select(twice)
+
+
+def test_wrong_arrays_are_refused() -> None:
+    eye = np.eye(2)
+    masked = np.ma.masked_array(eye, mask=eye > 0)
+    for bad, message in [(masked, "masked"), (eye.astype(complex), "complex"), (eye.astype(int), "int64")]:
+        with pytest.raises(TypeError, match=message):
+            Subspaces(bad, [2])
+        with pytest.raises(TypeError, match=message):
+            Subspaces(eye, [2], dual=bad)
+    subspaces = Subspaces(eye, [2])
+    whole = torch.ones(1, 2, dtype=torch.long)
+    for call in (
+        lambda: subspaces.project(whole, 0),
+        lambda: subspaces.project_context(whole, 0),
+        lambda: subspaces.relevance(whole, whole.double()),
+        lambda: subspaces.relevance(whole.double(), whole),
+    ):
+        with pytest.raises(TypeError, match=r"floating point, got torch\.int64"):
+            call()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((6,), 1),
+        ((6,), -1),
+        ((6, 1, 1), 1),
+        ((6, 1, 4), 1),
+        ((6, 5, 4), 1),
+        ((6, 5, 4), -3),
+        ((5, 6), -1),
+        ((1, 6), 2),
+        ((5, 6, 4), 2),
+        ((6, 2, 3, 4), 1),
+    ],
+)
+def test_projections_are_contiguous(shape: tuple[int, ...], dim: int, n: int, channels_last: bool) -> None:
+    """Torch's BatchNorm misreads cotangents with other strides."""
+    vectors = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    subspaces = Subspaces(vectors, [1, 2], dual=torch.linalg.pinv(vectors).T)
+    t = torch.randn(n, *shape, generator=torch.Generator().manual_seed(1))
+    if channels_last:  # features last in memory, as torch.channels_last has them
+        t = t.movedim(dim, -1).contiguous().movedim(-1, dim)
+    for k in range(2):
+        inward, outward = subspaces.blocks[k], subspaces.dual_blocks[k]
+        for project, matrix in (
+            (subspaces.project, inward @ outward.T),
+            (subspaces.project_context, outward @ inward.T),
+        ):
+            found = project(t, k, dim)
+            assert found.stride() == torch.empty(t.shape).stride()
+            assert found.is_contiguous()
+            expected = (t.movedim(dim, -1) @ matrix).movedim(-1, dim)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_vector_is_projected() -> None:
+    subspaces = Subspaces(torch.eye(3), [1, 2])
+    assert subspaces.project(torch.tensor([1.0, 2.0, 3.0]), 1, dim=0).tolist() == [0, 2, 3]
+    assert subspaces.project(torch.tensor([1.0, 2.0, 3.0]), "S1", dim=-1).tolist() == [1, 0, 0]
