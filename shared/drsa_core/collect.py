@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from .layer.request import Inputs
 from .pair_store import PairStore
 from .pairs import Pairs, sample_pairs
-from .parameters import as_seed
-from .provenance import Provenance
+from .parameters import as_int, as_seed
+from .provenance import Provenance, describe_target, target_order
 from .target import Target, check_length, targets_of_batch
 from .validation import as_float_tensor
 
@@ -26,11 +26,14 @@ def collect_pairs(
     context: Callable[[Inputs, Target], tuple[Tensor, Tensor]],
     loader: Iterable[Any],
     target: Target | str,
-    provenance: Provenance,
     *,
+    positions: int | None = 20,
+    random_state: int | None = None,
     store: PairStore | None = None,
     progress: bool | None = None,
     device: torch.device | None = None,
+    channel_dim: int = 1,
+    **origin: Any,
 ) -> Pairs:
     """Pairs at random positions of every image of a loader.
 
@@ -43,15 +46,21 @@ def collect_pairs(
     target : int, list or tensor of int, function of the output, or "label"
         One for all images, one for each image in the order of the loader, a function from the model's output
         to the scores, or "label" for the second entry of every batch.
-    provenance : Provenance
-        How the pairs are made. The positions of an image depend on its `random_state` and on the image's
-        number in the loader alone, not on the size of the batches or the backend.
+    positions : int or None
+        Random positions per image, without repetition; None for all.
+    random_state : int, optional
+        Seed of the positions. Those of an image depend on it and on the image's number in the loader alone,
+        not on the size of the batches or the backend.
     store : PairStore, optional
         Where to keep each batch as it is done. Batches that it holds already are not computed again.
     progress : bool, optional
         Show a progress bar. Default: on a terminal.
     device : torch.device, optional
         Where to move the inputs.
+    channel_dim : int
+        Axis of the features in the activation.
+    **origin
+        `backend`, `method`, `layer` and `model` of the pairs' `Provenance`.
     """
     if isinstance(loader, Tensor):
         raise TypeError(
@@ -59,9 +68,17 @@ def collect_pairs(
         )
     if isinstance(target, str) and target != LABEL:
         raise ValueError(f"target must be an index, a list of them, a function or {LABEL!r}, got {target!r}")
-    positions, channel_dim = provenance.positions, provenance.channel_dim
-    seed = as_seed(provenance.random_state)
-    seed = torch.Generator().seed() if seed is None else seed
+    positions = None if positions is None else as_int(positions, "positions", 1)
+    random_state = as_seed(random_state)
+    seed = torch.Generator().seed() if random_state is None else random_state
+    provenance = Provenance(
+        **origin,
+        channel_dim=channel_dim,
+        target=target if isinstance(target, str) else describe_target(target, tuple_is_index=True),
+        positions=positions,
+        random_state=random_state,
+        target_order=None if isinstance(target, str | tuple) else target_order(target),
+    )
     n_images = 0
     with _kept(store, provenance) as (n_done, keep, load):
         hidden = None if progress is None else not progress  # None: tqdm shows it on a terminal
