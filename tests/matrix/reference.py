@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any, TypeAlias
 
@@ -112,7 +113,7 @@ class Problem:
         rows = []
         for x, target in self.examples():
             parts = self.filtered(context(self, x, target))
-            rows.append(torch.cat([explain(lambda z, p=p: self.relevance(z, p), x) for p in parts]))
+            rows.append(torch.cat([explain(partial(self.relevance, filtered=part), x) for part in parts]))
         return torch.stack(rows)
 
 
