@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
-timm = pytest.importorskip("timm")
+pytest.importorskip("timm")
 
+import timm
 from captum.attr import LRP, DeepLift, FeatureAblation, InputXGradient, IntegratedGradients, Saliency
 from torchvision.models import DenseNet, MobileNetV2, resnet18, vgg11_bn
 from zennit import attribution as zennit_attribution
@@ -51,9 +52,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet_v2": lambda: MobileNetV2(num_classes=N_CLASSES, width_mult=0.25),
     "vgg11_bn": _vgg,
     "test_efficientnet": lambda: timm.create_model("test_efficientnet", num_classes=N_CLASSES),
-    "efficientnet_lite0": lambda: timm.create_model(
-        "efficientnet_lite0", num_classes=N_CLASSES, channel_multiplier=0.25
-    ),
+    "efficientnet_lite0": lambda: timm.create_model("efficientnet_lite0", num_classes=N_CLASSES),
     "test_convnext": lambda: timm.create_model("test_convnext", num_classes=N_CLASSES),
     "test_vit": lambda: timm.create_model("test_vit", num_classes=N_CLASSES, img_size=32),
 }
@@ -63,7 +62,7 @@ LAYERS: list[tuple[str, str, int]] = [
     ("resnet18", "layer2", 1),
     ("resnet18", "layer3.0.bn2", 1),  # batch norm, in a residual branch
     ("densenet", "features.norm0", 1),  # batch norm
-    ("densenet", "features.denseblock1", 1),
+    ("densenet", "features.denseblock1", 1),  # its forward runs all of its children
     ("densenet", "features.norm5", 1),  # batch norm, then a functional in-place ReLU
     ("mobilenet_v2", "features.2", 1),  # batch norm, as the block's last module
     ("mobilenet_v2", "features.3", 1),  # a residual sum with a batch norm
@@ -145,7 +144,7 @@ CAPTUM: dict[str, tuple[Callable[[nn.Module], Any], Any, dict[str, Any]]] = {
     "lrp": (LRP, None, {}),
     "feature_ablation": (FeatureAblation, "gradient", {"feature_mask": MASK}),
 }
-# Zennit's LRP wants a canonizer; Captum's DeepLift modules that run once, its LRP modules that it has rules for.
+# Zennit's LRP wants a canonizer, Captum's DeepLift modules that run once, its LRP modules that have rules.
 SUPPORTED = {
     "epsilon_plus": set(_CANONIZERS),
     "deep_lift": {"vgg11_bn", "densenet", "mobilenet_v2", "test_convnext", "test_vit"},

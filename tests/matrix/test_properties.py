@@ -79,7 +79,7 @@ def explain(method: str, model: networks.Cut, x: Tensor, target: Tensor, blocks:
     wrapper = DisentangledAttribution(
         kinds[method](model), model.layer, blocks, context, channel_dim=model.channel_dim
     )
-    steps = {"n_steps": 8} if method == "captum_integrated_gradients" else {}
+    steps: dict[str, Any] = {"n_steps": 8} if method == "captum_integrated_gradients" else {}
     maps: Tensor = wrapper.attribute(x, target=target, **steps)
     return maps
 
@@ -115,7 +115,8 @@ def orthonormal_blocks(draw: st.DrawFn, complete: bool | None = None) -> Subspac
     """Orthonormal subspaces with random sizes that use all, or not all, of the features."""
     seed = draw(st.integers(0, 10**6))
     d = networks.N_FEATURES
-    sizes, left = [], d
+    sizes: list[int] = []
+    left = d
     while left and (not sizes or complete or draw(st.booleans())):
         sizes.append(draw(st.integers(1, left)))
         left -= sizes[-1]
