@@ -19,8 +19,10 @@ import captum_drsa
 import zennit_drsa
 from captum_drsa import IntegratedGradientsContext
 from tests.matrix import lrp_rules, networks, reference
-from tests.matrix.methods import CONTEXT_STEPS, METHODS, Case, lrp_context
+from tests.matrix.captum_methods import CAPTUM_METHODS
+from tests.matrix.case import CONTEXT_STEPS, Case, lrp_context
 from tests.matrix.reference import Problem
+from tests.matrix.zennit_methods import ZENNIT_METHODS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Setting forward, backward hooks",  # DeepLift, at every call
@@ -29,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*positive and negative activations cancel",
     "ignore:the integral above layer",  # few steps are enough to compare
 )
+
+METHODS = {**CAPTUM_METHODS, **ZENNIT_METHODS}
 
 # Both sides add the same terms in another order, so errors are relative to the largest value, not to each.
 # float64 and float32: 10 to 100 times what the deepest of these networks loses; 1e-5 is the number of the
