@@ -1,0 +1,265 @@
+"""Every method of the Captum adapter, and what the literal model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from captum._utils.models.linear_model import SkLearnLinearRegression
+from captum.attr import (
+    LRP,
+    DeepLift,
+    DeepLiftShap,
+    FeatureAblation,
+    GradientShap,
+    InputXGradient,
+    IntegratedGradients,
+    KernelShap,
+    Lime,
+    NoiseTunnel,
+    Occlusion,
+    Saliency,
+    ShapleyValues,
+    ShapleyValueSampling,
+)
+from captum.attr._utils.lrp_rules import GammaRule
+from torch import Tensor, nn
+
+from captum_drsa import DisentangledAttribution, IntegratedGradientsContext, ShapleyContext
+from tests.matrix import lrp_rules, reference
+from tests.matrix.case import (
+    CONTEXT_STEPS,
+    PERMUTATIONS,
+    SEED,
+    STEPS,
+    Answer,
+    Case,
+    Method,
+    first_module,
+    literal_maps,
+    literal_maps_of_players,
+    lrp_context,
+)
+from tests.matrix.networks import IMAGES, NETWORKS, TOKENS, Cut
+from tests.matrix.reference import gradient_context
+
+
+def _captum(make: Callable[[Cut], Any], context: Any = None, **options: Any) -> Answer:
+    """A call of `attribute`; options that are functions are computed from the case."""
+
+    def answer(case: Case) -> Tensor:
+        problem, model = case.problem, case.model
+        torch.manual_seed(SEED)
+        np.random.seed(SEED)  # noqa: NPY002  GradientShap draws from it
+        wrapper = DisentangledAttribution(
+            make(model), model.layer, problem.subspaces, context, channel_dim=problem.channel_dim
+        )
+        given = {key: value(case) if callable(value) else value for key, value in options.items()}
+        maps: Tensor = wrapper.attribute(problem.x, target=problem.target, **given)
+        return maps
+
+    return answer
+
+
+def _wrapper_numbers(name: str, make: Callable[[Cut], Any], context: Any = None) -> Answer:
+    """(N, K): `concept_relevance`, `total_relevance`."""
+
+    def answer(case: Case) -> Tensor:
+        p, model = case.problem, case.model
+        wrapper = DisentangledAttribution(
+            make(model), model.layer, p.subspaces, context, channel_dim=p.channel_dim
+        )
+        result: Tensor = getattr(wrapper, name)(p.x, target=p.target)
+        return result.detach()
+
+    return answer
+
+
+def _with_gamma(model: Cut) -> LRP:
+    model.lower[0].rule = GammaRule()
+    return LRP(model)
+
+
+def _lime(model: nn.Module) -> Lime:
+    """Not the default Lasso: its penalty leaves nothing of relevance as small as here."""
+    return Lime(model, interpretable_model=SkLearnLinearRegression())
+
+
+def _windows(case: Case) -> tuple[int, ...]:
+    return (2, 3, 3) if case.network in IMAGES else (1, 3) if case.network in TOKENS else (1,)
+
+
+def _sampled(context: Any, make: Callable[[nn.Module], Any], **options: Any) -> Answer:
+    def answer(case: Case) -> Tensor:
+        given = {key: value(case) if callable(value) else value for key, value in options.items()}
+        return reference.captum_maps(case.problem, context, make, SEED, **given)
+
+    return answer
+
+
+def _seeded(answer: Answer) -> Answer:
+    def from_the_seed(case: Case) -> Tensor:
+        torch.manual_seed(SEED)
+        return answer(case)
+
+    return from_the_seed
+
+
+_captum_path = reference.path_context(reference.gauss_legendre(CONTEXT_STEPS))
+
+
+_ig_context = IntegratedGradientsContext(n_steps=CONTEXT_STEPS)
+
+
+_shapley_context = reference.shapley_context(PERMUTATIONS)
+
+
+_players: dict[str, Any] = {"feature_mask": lambda case: case.mask}
+
+
+# Captum's LRP has rules for these alone.
+_CAPTUM_LRP = ("image_batch_norm", "image_in_place", "image_max_pool", "tokens", "vectors")
+
+
+_NO_POOLING_BELOW = tuple(name for name in NETWORKS if name != "image_max_pool")
+
+
+# After a ReLU, where Σ a_j does not vanish: what the contexts R_j / Σ a_j are for.
+_POSITIVE = ("image_max_pool", "tokens", "vectors")
+
+CAPTUM_METHODS: dict[str, Method] = {
+    # Captum, one pass
+    "captum_input_x_gradient": Method(
+        _captum(InputXGradient), literal_maps(gradient_context, reference.input_times_gradient)
+    ),
+    "captum_saliency": Method(_captum(Saliency), literal_maps(gradient_context, reference.saliency)),
+    # Captum, two steps
+    "captum_integrated_gradients": Method(
+        _captum(IntegratedGradients, _ig_context, n_steps=STEPS),
+        literal_maps(_captum_path, reference.integrated(reference.gauss_legendre(STEPS))),
+    ),
+    "captum_integrated_gradients_baseline": Method(
+        _captum(IntegratedGradients, "gradient", n_steps=STEPS, baselines=0.25, internal_batch_size=4),
+        literal_maps(gradient_context, reference.integrated(reference.gauss_legendre(STEPS), 0.25)),
+    ),
+    "captum_deep_lift": Method(
+        _captum(DeepLift),
+        lambda case: reference.rescale_maps(case.problem, torch.zeros_like(case.problem.x[:1])),
+        _NO_POOLING_BELOW,
+    ),
+    "captum_deep_lift_pooling": Method(
+        _captum(DeepLift), _sampled(gradient_context, DeepLift), ("image_max_pool",)
+    ),
+    "captum_deep_lift_shap": Method(
+        _captum(DeepLiftShap, baselines=lambda case: case.baselines),
+        lambda case: reference.rescale_maps(case.problem, case.baselines),
+        _NO_POOLING_BELOW,
+    ),
+    "captum_gradient_shap": Method(
+        _captum(GradientShap, baselines=lambda case: case.baselines, n_samples=3, stdevs=0.1),
+        _sampled(
+            gradient_context, GradientShap, baselines=lambda case: case.baselines, n_samples=3, stdevs=0.1
+        ),
+    ),
+    "captum_noise_tunnel_saliency": Method(
+        _captum(lambda model: NoiseTunnel(Saliency(model)), nt_samples=3, nt_type="smoothgrad", stdevs=0.1),
+        _sampled(
+            gradient_context,
+            lambda model: NoiseTunnel(Saliency(model)),
+            nt_samples=3,
+            nt_type="smoothgrad",
+            stdevs=0.1,
+        ),
+    ),
+    "captum_noise_tunnel_integrated_gradients": Method(
+        _captum(
+            lambda model: NoiseTunnel(IntegratedGradients(model)),
+            _ig_context,
+            nt_samples=2,
+            nt_type="smoothgrad_sq",
+            n_steps=STEPS,
+        ),
+        _sampled(
+            _captum_path,
+            lambda model: NoiseTunnel(IntegratedGradients(model)),
+            nt_samples=2,
+            nt_type="smoothgrad_sq",
+            n_steps=STEPS,
+        ),
+    ),
+    # Captum, perturbations
+    "captum_feature_ablation": Method(
+        _captum(FeatureAblation, "gradient", **_players),
+        literal_maps_of_players(gradient_context, reference.ablation),
+    ),
+    "captum_occlusion": Method(
+        _captum(Occlusion, "gradient", sliding_window_shapes=_windows, strides=_windows),
+        literal_maps_of_players(gradient_context, reference.ablation),
+        in_single_precision=True,
+    ),
+    "captum_shapley_values": Method(
+        _captum(ShapleyValues, "gradient", **_players),
+        literal_maps_of_players(gradient_context, reference.shapley),
+        in_single_precision=True,
+    ),
+    "captum_shapley_values_shapley_context": Method(
+        _captum(ShapleyValues, ShapleyContext(n_samples=PERMUTATIONS), **_players),
+        _seeded(literal_maps_of_players(_shapley_context, reference.shapley)),
+        _POSITIVE,
+        in_single_precision=True,
+    ),
+    "captum_shapley_value_sampling": Method(
+        _captum(ShapleyValueSampling, "gradient", n_samples=3, **_players),
+        _sampled(gradient_context, ShapleyValueSampling, n_samples=3, **_players),
+        in_single_precision=True,
+    ),
+    "captum_shapley_value_sampling_shapley_context": Method(
+        _captum(ShapleyValueSampling, ShapleyContext(n_samples=PERMUTATIONS), n_samples=3, **_players),
+        _sampled(_shapley_context, ShapleyValueSampling, n_samples=3, **_players),
+        _POSITIVE,
+        in_single_precision=True,
+    ),
+    "captum_kernel_shap": Method(
+        _captum(KernelShap, "gradient", n_samples=12, **_players),
+        _sampled(gradient_context, KernelShap, n_samples=12, **_players),
+        in_single_precision=True,
+    ),
+    "captum_lime": Method(
+        _captum(_lime, "gradient", n_samples=12, **_players),
+        _sampled(gradient_context, _lime, n_samples=12, **_players),
+        in_single_precision=True,
+    ),
+    # Captum, LRP
+    "captum_lrp": Method(
+        _captum(LRP),
+        lambda case: reference.propagated_relevance(case.problem, lrp_rules.captum_epsilon, True),
+        _CAPTUM_LRP,
+    ),
+    "captum_lrp_gamma": Method(
+        _captum(_with_gamma),
+        lambda case: reference.propagated_relevance(
+            case.problem, lrp_rules.captum_gamma(first_module(case)), True
+        ),
+        _CAPTUM_LRP,
+    ),
+    # Captum, numbers (N, K)
+    "captum_concept_relevance": Method(
+        _wrapper_numbers("concept_relevance", InputXGradient),
+        lambda case: reference.concept_relevance(case.problem, gradient_context),
+    ),
+    "captum_concept_relevance_path": Method(
+        _wrapper_numbers("concept_relevance", IntegratedGradients, _ig_context),
+        lambda case: reference.concept_relevance(case.problem, _captum_path),
+    ),
+    "captum_concept_relevance_lrp": Method(
+        _wrapper_numbers("concept_relevance", LRP),
+        lambda case: reference.concept_relevance(case.problem, lrp_context(lrp_rules.captum_epsilon, True)),
+        _CAPTUM_LRP,
+    ),
+    "captum_total_relevance": Method(
+        _wrapper_numbers("total_relevance", IntegratedGradients, _ig_context),
+        lambda case: reference.total_relevance(case.problem, _captum_path),
+    ),
+}
