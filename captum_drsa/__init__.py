@@ -1,13 +1,10 @@
 """Captum adapter: K-way attributions from Captum attributors."""
 
+from drsa_core.layer import GradientContext, IntegratedGradientsContext
+
 from .attribution import DisentangledAttribution
 from .collect import collect
-from .context import (
-    GradientContext,
-    IntegratedGradientsContext,
-    LayerAttributionContext,
-    ShapleyContext,
-)
+from .context import LayerAttributionContext, ShapleyContext
 from .lrp import LRPContext
 from .patches import patch_mask
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, TypeVar, cast
 
 import torch
-from captum._utils.common import _run_forward, _select_targets
+from captum._utils.common import _run_forward
 from captum.attr import LRP, DeepLift
 from captum.attr._core.deep_lift import SUPPORTED_NON_LINEAR, nonlinear
 from captum.attr._utils.common import _format_callable_baseline
 from captum.attr._utils.lrp_rules import PropagationRule
 from captum.log import log_usage
+from drsa_core.layer import eager
 from torch import Tensor, nn
 
 __all__ = [
-    "PropagationRule",
     "RuleHooks",
+    "by_concept",
     "call_forward",
     "deep_lift_copy",
     "draw_baselines",
     "logged",
-    "select_index",
+    "rules_on",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -38,14 +40,43 @@ def call_forward(forward: Callable[..., Any], inputs: tuple[Tensor, ...], args: 
     return cast(Tensor, _run_forward(forward, inputs, None, args))
 
 
-def select_index(output: Tensor, target: Any) -> Tensor:
-    """The entries of `output` that a Captum target names."""
-    return cast(Tensor, _select_targets(output, target))
-
-
 def draw_baselines(baselines: Any, inputs: Any) -> tuple[Any, ...]:
     """Baselines as a tuple, drawn if they come as a function (GradientShap, DeepLiftShap)."""
     return cast("tuple[Any, ...]", _format_callable_baseline(baselines, inputs))
+
+
+def rules_on(model: nn.Module) -> list[tuple[str, PropagationRule]]:
+    """The rules that a user, or Captum's LRP, put on the modules of a model, with the modules' names."""
+    return [
+        (name, value)
+        for name, module in model.named_modules()
+        for value in vars(module).values()
+        if isinstance(value, PropagationRule)
+    ]
+
+
+def by_concept(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """DeepLift's `custom_attribution_func`, called for one concept at a time with the user's own shapes.
+
+    Captum reads from its signature how many arguments it takes: multipliers, inputs, baselines.
+    """
+
+    def every(multipliers: tuple[Tensor, ...], *further: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        others = [tuple(tensor.squeeze(1) for tensor in part) for part in further]
+        concepts = [
+            function(tuple(m[:, k] for m in multipliers), *others) for k in range(multipliers[0].shape[1])
+        ]
+        return tuple(torch.stack(parts, dim=1) for parts in zip(*concepts, strict=True))
+
+    takes = len(signature(function).parameters)
+    forms: dict[int, Callable[..., tuple[Tensor, ...]]] = {
+        1: lambda multipliers: every(multipliers),
+        2: lambda multipliers, inputs: every(multipliers, inputs),
+        3: lambda multipliers, inputs, baselines: every(multipliers, inputs, baselines),
+    }
+    if takes not in forms:
+        raise ValueError(f"custom_attribution_func must take one to three arguments, but takes {takes}")
+    return forms[takes]
 
 
 def deep_lift_copy(method: DeepLift, model: nn.Module) -> DeepLift:
@@ -88,12 +119,13 @@ class _RescaleHook:
 class RuleHooks:
     """Captum's two LRP forward passes, one at a time, on a copy of the user's `LRP` object.
 
-    Both change the model (weights, hooks, attributes) and leave it so: run them inside `preserved(model)`.
+    Both change the model (weights, hooks, attributes) and leave it so: run them inside `guarded`.
     """
 
     def __init__(self, method: LRP, verbose: bool = False) -> None:
         self._lrp = copy.copy(method)  # Captum keeps its working state on the attributor
         self._lrp.verbose = verbose
+        self._lrp.model = eager(method.model)
         self._lrp.layers, self._lrp.forward_handles, self._lrp.backward_handles = [], [], []
 
     def first_pass(self, inputs: tuple[Tensor, ...], args: tuple[Any, ...]) -> Tensor:

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeVar
 
 import torch
-from captum.attr import (
-    LRP,
-    Attribution,
-    DeepLiftShap,
-    GradientShap,
-    InputXGradient,
-    NoiseTunnel,
-    Saliency,
+from captum.attr import Attribution, NoiseTunnel
+from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
+from drsa_core.collect import collect_pairs
+from drsa_core.estimator import Solver, learn_subspaces
+from drsa_core.fingerprint import function_digest
+from drsa_core.layer import (
+    BackwardPass,
+    ContextMethod,
+    GradientContext,
+    Inputs,
+    Request,
+    check_fits,
+    eager,
+    find_layer,
+    guarded,
+    sum_over_positions,
+    warn_of_training,
+    with_batch_axes,
 )
-from drsa_core import DRSA, Pairs, PairStore, Subspaces, find_layer, model_fingerprint
+from drsa_core.parameters import as_int
+from drsa_core.provenance import describe_target
+from drsa_core.target import Target
 from drsa_core.validation import check_finite
 from torch import Tensor, nn
 
-from ._captum import draw_baselines, logged
-from .context import ContextMethod, GradientContext, ShapleyContext
-from .explain import explain_at_input, explain_by_gradient, explain_by_perturbation, explain_by_surrogate
-from .gradient_pass import GradientPass
+from ._captum import draw_baselines, logged, rules_on
+from .context import ShapleyContext
+from .explain import explain_at_input
 from .lrp import LRPPass
-from .methods import Family, choose_context, family_of, innermost
-from .pairs import pairs_from_loader
+from .methods import choose_context, record_of
 from .relevance_model import RelevanceModel, baseline_relevance
-from .request import Inputs, Request, Target
-from .restoration import preserved
 
-_EXPLAIN = {
-    Family.GRADIENT: explain_by_gradient,
-    Family.PERTURBATION: explain_by_perturbation,
-    Family.SURROGATE: explain_by_surrogate,
-}
-
-
-class Solver(Protocol):
-    """What `fit` needs of a solver: PRCA, DRSA and the baselines of the core have it."""
-
-    subspaces_: Subspaces
-
-    def fit(self, a: Tensor, c: Tensor) -> Any:
-        """Learn `subspaces_` from activations and contexts (N, D)."""
+_T = TypeVar("_T")
 
 
 class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is not typed for mypy here
@@ -72,6 +67,9 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         `LayerDeepLift`, whose relevance R gives c = R ⊘ a.
     channel_dim : int
         Axis of the features in the activation: 1 for (N, D, H, W), -1 for tokens (N, T, D).
+    strict : bool
+        Whether subspaces that were learned for another model, layer, target or context method are an error
+        instead of a `ProvenanceWarning`.
 
     Examples
     --------
@@ -87,11 +85,15 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         subspaces: Subspaces | None = None,
         context_method: str | ContextMethod | Attribution | None = None,
         channel_dim: int = 1,
+        strict: bool = False,
     ) -> None:
-        self._family = family_of(attribution_method)
+        self._record = record_of(attribution_method)
         super().__init__(attribution_method.forward_func)
         self.attribution_method = attribution_method
         self._model = _module_of(self.forward_func)
+        self._forward: Callable[..., Any] = self.forward_func
+        if isinstance(self.forward_func, nn.Module) and self._model is not None:
+            self._forward = self._model  # of a compiled module, the one that hooks can reach
         if self._model is not None:
             self.layer_name, self.layer = find_layer(self._model, layer)
         elif isinstance(layer, nn.Module):
@@ -107,8 +109,9 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
                 "Subspaces(basis, dims), Subspaces.load(path), or the subspaces_ of a fitted solver"
             )
         self.subspaces = subspaces
-        self.channel_dim = channel_dim
-        self._context_method = choose_context(context_method, attribution_method, self._model)
+        self.channel_dim = as_int(channel_dim, "channel_dim")
+        self.strict = strict
+        self._context_method = choose_context(context_method, attribution_method, self._model, self.layer)
         self._own_context = context_method is None
 
     # ------------------------------------------------------------------ what Captum asks of an attributor
@@ -161,15 +164,16 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
                 f"{type(self.attribution_method).__name__} has no convergence delta here; total_relevance() "
                 "gives the exact total of the maps, and NoiseTunnel(DisentangledAttribution(...)) has a delta"
             )
-        subspaces = self._fitted()
-        request = self._request(inputs, target, additional_forward_args)
-        with preserved(self._model or self.layer):
-            if isinstance(self.attribution_method, LRP):
-                maps, delta = self._attribute_lrp(request, subspaces, return_convergence_delta, **kwargs)
-            elif self._looks_at_the_input_alone and isinstance(self._context_method, GradientContext):
-                maps, delta = self._attribute_in_one_pass(request, subspaces, kwargs), None
-            else:
-                maps, delta = self._attribute_two_steps(request, subspaces, return_convergence_delta, kwargs)
+        subspaces = self._fitted_for(target)
+
+        def maps_and_delta(request: Request) -> tuple[tuple[Tensor, ...], Tensor | None]:
+            if self._record.explain is None:
+                return self._attribute_lrp(request, subspaces, return_convergence_delta, **kwargs)
+            if self._takes_one_pass:
+                return self._attribute_in_one_pass(request, subspaces, kwargs), None
+            return self._attribute_two_steps(request, subspaces, return_convergence_delta, kwargs)
+
+        maps, delta = self._guarded(maps_and_delta, inputs, target, additional_forward_args)
         result = maps if isinstance(inputs, tuple) else maps[0]
         return (result, delta) if return_convergence_delta else result
 
@@ -179,19 +183,15 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Step 1 alone: activations a and contexts c at the layer, shapes (N, …, D, …)."""
-        request = self._request(inputs, target, additional_forward_args)
-        with preserved(self._model or self.layer):
-            return self._step_1(request)
+        return self._guarded(self._step_1, inputs, target, additional_forward_args)
 
     def concept_relevance(
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
     ) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K)."""
-        subspaces = self._fitted()
+        subspaces = self._fitted_for(target)
         activation, context = self.context(inputs, target, additional_forward_args)
-        self._check_fits(activation, subspaces)
-        relevance = subspaces.relevance(activation, context, self.channel_dim)
-        return relevance.movedim(self.channel_dim, 1).flatten(2).sum(2)
+        return self._relevance(activation, context, subspaces)
 
     def total_relevance(
         self,
@@ -205,51 +205,51 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         For methods that conserve, such as Integrated Gradients, DeepLift and the Shapley value. `baselines` x̃
         as in the wrapped `attribute`; default 0.
         """
-        subspaces = self._fitted()
-        request = self._request(inputs, target, additional_forward_args)
-        with preserved(self._model or self.layer):
+        subspaces = self._fitted_for(target)
+
+        def total(request: Request) -> Tensor:
             activation, context = self._step_1(request)
-            self._check_fits(activation, subspaces)
+            check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
             model = RelevanceModel(request, context, subspaces)
-            return self._total(request, model, activation, baselines)
+            return self._total(request, model, activation, self._drawn(request, baselines))
+
+        return self._guarded(total, inputs, target, additional_forward_args)
 
     # ------------------------------------------------------------------ learning the concepts
 
     def collect(
         self,
         loader: Iterable[Any],
-        target: Target,
+        target: Target | str,
         positions: int | None = 20,
         random_state: int | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
         store: PairStore | None = None,
     ) -> Pairs:
         """Pairs (a, c) at random positions of every image of a loader; see `captum_drsa.collect`."""
-        if isinstance(target, list) or (isinstance(target, Tensor) and target.numel() > 1):
-            raise ValueError(
-                "collect takes one target for all batches (an int, a tuple or a function of the output), got "
-                f"{len(target)}; collect once for each class, or let the loader give one class at a time"
-            )
-        parameter = next((self._model or self.layer).parameters(), None)
-        return pairs_from_loader(
-            lambda inputs: self.context(inputs, target),
+        owner = self.layer if self._model is None else self._model
+        parameter = next(owner.parameters(), None)
+        return collect_pairs(
+            lambda inputs, of_batch: self.context(inputs, of_batch),
             loader,
-            positions,
-            random_state,
-            progress,
-            store,
-            self.channel_dim,
-            None if parameter is None else parameter.device,
+            target,
+            positions=positions,
+            random_state=random_state,
+            store=store,
+            progress=progress,
+            device=None if parameter is None else parameter.device,
+            channel_dim=self.channel_dim,
+            **self._origin(),
         )
 
     def fit(
         self,
         loader: Iterable[Any],
-        target: Target,
+        target: Target | str,
         solver: Solver | None = None,
         positions: int | None = 20,
         random_state: int | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
         store: PairStore | None = None,
     ) -> Self:
         """Collect pairs from a loader and learn `subspaces` from them.
@@ -263,16 +263,7 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         """
         solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
         pairs = self.collect(loader, target, positions, random_state, progress, store)
-        solver.fit(pairs.a, pairs.c)
-        provenance: dict[str, Any] = {
-            "backend": "captum",
-            "attribution_method": type(self.attribution_method).__name__,
-            "layer": self.layer_name,
-            "target": target if isinstance(target, int) else getattr(target, "__name__", str(target)),
-        }
-        if self._model is not None:
-            provenance["model"] = model_fingerprint(self._model)
-        self.subspaces = solver.subspaces_.with_metadata(**provenance)
+        self.subspaces = learn_subspaces(solver, pairs)
         return self
 
     # ------------------------------------------------------------------ the two steps
@@ -284,20 +275,19 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         backward = LRPPass(self.attribution_method, request, verbose)
         context = backward.context if own is None else own
         self._check_step_1(request, backward.activation, context)
-        self._check_fits(backward.activation, subspaces)
+        check_fits(backward.activation, subspaces.n_features, self.layer_name, self.channel_dim)
         maps = backward.through(context, subspaces, self.channel_dim)
         if not with_delta:
             return maps, None
-        relevance = subspaces.relevance(backward.activation, context, self.channel_dim)
-        return maps, relevance.movedim(self.channel_dim, 1).flatten(2).sum(2) - _sum_of_pixels(maps)
+        return maps, self._relevance(backward.activation, context, subspaces) - _sum_of_pixels(maps)
 
     def _attribute_in_one_pass(
         self, request: Request, subspaces: Subspaces, options: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         """Step 2 goes on with the forward pass of step 1, as the method asks for no other."""
-        backward = GradientPass(request)
+        backward = BackwardPass(request)
         self._check_step_1(request, backward.activation, backward.context)
-        self._check_fits(backward.activation, subspaces)
+        check_fits(backward.activation, subspaces.n_features, self.layer_name, self.channel_dim)
         gradients = backward.through(subspaces, self.channel_dim)
         return explain_at_input(self.attribution_method, request, gradients, options)
 
@@ -305,16 +295,24 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         self, request: Request, subspaces: Subspaces, with_delta: bool, options: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         activation, context = self._step_1(request, bool(options.get("show_progress")))
-        self._check_fits(activation, subspaces)
-        if self._baselines_are_a_distribution and "baselines" in options:
-            inputs = request.inputs if len(request.inputs) > 1 else request.inputs[0]
-            options = {**options, "baselines": draw_baselines(options["baselines"], inputs)}
-        model = RelevanceModel(request, context, subspaces, self._family is Family.GRADIENT)
-        maps = _EXPLAIN[self._family](self.attribution_method, request, model, options)
+        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
+        if "baselines" in options:
+            options = {**options, "baselines": self._drawn(request, options["baselines"])}
+        model = RelevanceModel(request, context, subspaces, self._record.needs_gradient)
+        explain = self._record.explain
+        if explain is None:
+            raise TypeError("LRP is filtered in its backward pass; it has no second step")
+        maps = explain(self.attribution_method, request, model, options)
         if not with_delta:
             return maps, None
         total = self._total(request, model, activation, options.get("baselines"))
         return maps, _sum_of_pixels(maps) - total
+
+    def _relevance(self, activation: Tensor, context: Tensor, subspaces: Subspaces) -> Tensor:
+        """R_k summed over positions, shape (N, K)."""
+        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
+        per_position = subspaces.relevance(activation, context, self.channel_dim)
+        return sum_over_positions(per_position, self.channel_dim)
 
     def _step_1(self, request: Request, show_progress: bool = False) -> tuple[Tensor, Tensor]:
         method = self._context_method
@@ -328,24 +326,38 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         with torch.no_grad():
             example = torch.arange(len(request), device=activation.device)
             at_input = model.relevance(activation, example)
-            distribution = self._baselines_are_a_distribution
-            return at_input - baseline_relevance(request, model, baselines, distribution)
+            return at_input - baseline_relevance(request, model, baselines, self._record.draws_baselines)
+
+    def _drawn(self, request: Request, baselines: Any) -> Any:
+        """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
+        if not self._record.draws_baselines or baselines is None:
+            return baselines
+        return draw_baselines(baselines, request.inputs if len(request.inputs) > 1 else request.inputs[0])
 
     @property
-    def _looks_at_the_input_alone(self) -> bool:
-        return isinstance(self.attribution_method, InputXGradient | Saliency)
-
-    @property
-    def _baselines_are_a_distribution(self) -> bool:
-        return isinstance(innermost(self.attribution_method), GradientShap | DeepLiftShap)
+    def _takes_one_pass(self) -> bool:
+        in_tunnel = isinstance(self.attribution_method, NoiseTunnel)
+        return (
+            self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
+        )
 
     # ------------------------------------------------------------------ checks
+
+    def _guarded(self, work: Callable[[Request], _T], inputs: Inputs, target: Target, args: Any) -> _T:
+        """`work` on a request, after which the model and its rules are as they were."""
+        request = self._request(inputs, target, args)
+        if self._model is None:
+            return guarded(None, lambda: work(with_batch_axes(request)))
+        warn_of_training(self._model)
+        rules = [rule for _, rule in rules_on(self._model)]
+        return guarded(self._model, lambda: work(with_batch_axes(request)), rules)
 
     def _request(self, inputs: Inputs, target: Target, additional_forward_args: Any) -> Request:
         tensors = inputs if isinstance(inputs, tuple) else (inputs,)
         if not tensors or not all(isinstance(x, Tensor) and x.ndim > 0 for x in tensors):
             raise TypeError(
-                f"inputs must be a tensor (N, …) or a tuple of tensors, got {type(inputs).__name__}"
+                f"inputs must be a tensor (N, …) or a tuple of tensors, got {type(inputs).__name__}; NumPy "
+                "arrays and lists become tensors with torch.as_tensor"
             )
         if len({len(x) for x in tensors}) > 1 or not len(tensors[0]):
             raise ValueError(
@@ -353,7 +365,7 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
                 f"shapes {[tuple(x.shape) for x in tensors]}"
             )
         for x in tensors:
-            if not x.is_floating_point() and self._family in (Family.GRADIENT, Family.LRP):
+            if not x.is_floating_point() and self._record.needs_gradient:
                 raise TypeError(
                     f"{type(self.attribution_method).__name__} needs floating-point inputs, got {x.dtype}; "
                     "convert images with .float(), and for token numbers pass the embeddings or wrap a "
@@ -365,9 +377,40 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             args = additional_forward_args
         else:
             args = (additional_forward_args,)
+        tensors = tuple(x.detach().clone() if x.is_inference() else x for x in tensors)
         return Request(
-            self.forward_func, self.layer, self.layer_name, tensors, args, target, self.channel_dim
+            self._forward,
+            self.layer,
+            self.layer_name,
+            tensors,
+            target,
+            self.channel_dim,
+            args,
+            (False,) * len(args),
         )
+
+    def _origin(self) -> dict[str, Any]:
+        """Where pairs and maps of this attributor come from, for their provenance."""
+        method = self._context_method
+        is_function = not hasattr(type(method), "__dataclass_fields__")
+        return {
+            "backend": "captum",
+            "method": f"function {function_digest(method)}" if is_function else repr(method),
+            "layer": self.layer_name,
+            "model": None if self._model is None else model_fingerprint(self._model),
+        }
+
+    def _fitted_for(self, target: Target) -> Subspaces:
+        """The subspaces, compared with what they are going to be used for."""
+        subspaces = self._fitted()
+        if subspaces.provenance is not None:
+            used = Provenance(
+                **self._origin(),
+                channel_dim=self.channel_dim,
+                target=describe_target(target, tuple_is_index=True),
+            )
+            check_provenance(subspaces.provenance, used, "subspaces", self.strict, stacklevel=4)
+        return subspaces
 
     def _fitted(self) -> Subspaces:
         if self.subspaces is None:
@@ -386,21 +429,12 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         check_finite(activation, f"the activation of layer {self.layer_name!r}")
         check_finite(context, f"the context at layer {self.layer_name!r}")
 
-    def _check_fits(self, activation: Tensor, subspaces: Subspaces) -> None:
-        dim, shape = self.channel_dim, tuple(activation.shape)
-        if not -len(shape) <= dim < len(shape) or shape[dim] != subspaces.n_features:
-            raise ValueError(
-                f"the subspaces have {subspaces.n_features} features, but the activation of layer "
-                f"{self.layer_name!r} has shape {shape} with the features along dim {dim}; use the layer "
-                "that they were learned at, or set channel_dim (-1 for tokens)"
-            )
-
 
 def _module_of(forward: object) -> nn.Module | None:
     """The module that a forward function is, or whose method it is."""
     owner = getattr(forward, "__self__", forward)
-    return owner if isinstance(owner, nn.Module) else None
+    return eager(owner) if isinstance(owner, nn.Module) else None
 
 
 def _sum_of_pixels(maps: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([m.flatten(2).sum(2) for m in maps]).sum(0)
+    return torch.stack([m.reshape(*m.shape[:2], -1).sum(2) for m in maps]).sum(0)

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from captum.attr import Attribution, DeepLift, NoiseTunnel
+from drsa_core.layer import Request, gradients_at_inputs
 from torch import Tensor
 
-from ._captum import call_forward, deep_lift_copy
-from .cut import gradients_at_inputs
-from .relevance_model import RelevanceModel
-from .request import Request
+from ._captum import by_concept, call_forward, deep_lift_copy
+from .relevance_model import RelevanceModel, args_of_rows
 
 
 def explain_at_input(
@@ -38,8 +37,10 @@ def explain_by_gradient(
     inputs = _leaves_with_concept_axis(request)
     if "baselines" in options:
         options = {**options, "baselines": _with_concept_axis(options["baselines"])}
+    if options.get("custom_attribution_func") is not None:
+        options = {**options, "custom_attribution_func": by_concept(options["custom_attribution_func"])}
     attributor = _for_model(method, model)
-    maps: Any = attributor.attribute(inputs, additional_forward_args=_forward_args(request), **options)
+    maps: Any = attributor.attribute(inputs, additional_forward_args=args_of_rows(request), **options)
     return tuple(m.detach() for m in maps)
 
 
@@ -51,7 +52,7 @@ def explain_by_perturbation(
     attributor.forward_func = model
     inputs = tuple(x.detach() for x in request.inputs)
     with torch.no_grad():
-        maps: Any = attributor.attribute(inputs, additional_forward_args=_forward_args(request), **options)
+        maps: Any = attributor.attribute(inputs, additional_forward_args=args_of_rows(request), **options)
     # Captum's samplers keep the axes (N, K) of the output, its ablations merge them.
     shape = (len(request), model.n_concepts)
     return tuple(m.reshape(*shape, *x.shape[1:]) for m, x in zip(maps, inputs, strict=True))
@@ -74,9 +75,7 @@ def explain_by_surrogate(
         recording.concept = k
         # The last concept leaves the generators as one run does, those before it as they were.
         with torch.no_grad(), torch.random.fork_rng(devices, enabled=k + 1 < model.n_concepts):
-            maps: Any = attributor.attribute(
-                inputs, additional_forward_args=_forward_args(request), **options
-            )
+            maps: Any = attributor.attribute(inputs, additional_forward_args=args_of_rows(request), **options)
         concepts.append(maps if isinstance(maps, tuple) else (maps,))
     return tuple(torch.stack(parts, dim=1) for parts in zip(*concepts, strict=True))
 
@@ -103,10 +102,6 @@ def _digest(args: tuple[Any, ...]) -> bytes:
         if isinstance(tensor, Tensor):
             digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-def _forward_args(request: Request) -> tuple[Any, ...]:
-    return (*request.args, torch.arange(len(request), device=request.inputs[0].device))
 
 
 def _leaves_with_concept_axis(request: Request) -> tuple[Tensor, ...]:
@@ -155,7 +150,9 @@ def _joint_gradients(model: RelevanceModel) -> Callable[..., tuple[Tensor, ...]]
                 for module, before, after in kept:
                     module.input, module.output = before, after
                 gradients.append(
-                    gradients_at_inputs(relevance[:, k].sum(), inputs, k + 1 < n_concepts, model.layer_name)
+                    gradients_at_inputs(
+                        relevance[:, k].sum(), inputs, model.layer_name, retain_graph=k + 1 < n_concepts
+                    )
                 )
         return tuple(torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
+import hashlib
 from dataclasses import dataclass
 
 import torch
 from captum.attr import LRP
-from drsa_core import Subspaces, context_from_relevance, filter_context, lost_relevance
+from drsa_core import Subspaces, context_from_relevance, filter_context
+from drsa_core.fingerprint import feed
+from drsa_core.layer import (
+    Cut,
+    Request,
+    as_activation,
+    copies,
+    eager,
+    gradients_at_cut,
+    gradients_at_inputs,
+    guarded,
+    share_around,
+    warn_of_bypass,
+    warn_of_loss,
+)
+from drsa_core.target import gradient_at_output
 from torch import Tensor
 
-from ._captum import RuleHooks
-from .cut import Cut, gradient_at_layer
-from .request import Request
-from .restoration import preserved
-
-# Standard rules leave no relevance on zero activations; more than this share is worth a word.
-_LOST_RELEVANCE = 1e-3
+from ._captum import RuleHooks, rules_on
 
 
 @dataclass(frozen=True)
@@ -31,17 +40,30 @@ class LRPContext:
 
     method: LRP
 
+    def __repr__(self) -> str:
+        digest, kinds = hashlib.sha256(), []
+        for name, rule in rules_on(eager(self.method.model)):
+            settings = {k: v for k, v in vars(rule).items() if isinstance(v, bool | int | float | str | None)}
+            feed(digest, [name, type(rule).__qualname__, settings])
+            kinds.append(type(rule).__name__)
+        rules = f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else "default rules"
+        return f"LRPContext({rules})"
+
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
         """Activations and contexts."""
-        with preserved(self.method.model):
+        model = eager(self.method.model)
+
+        def contexts() -> tuple[Tensor, Tensor]:
             backward = LRPPass(self.method, request)
             return backward.activation, backward.context
+
+        return guarded(model, contexts, [rule for _, rule in rules_on(model)])
 
 
 class LRPPass:
     """One LRP forward pass, propagated down to the layer; `through` takes it on to the input by block.
 
-    To be used inside `preserved(model)`: Captum's rules stay on the model until that is left.
+    To be used inside `guarded`: Captum's rules stay on the model until that is left.
 
     Attributes
     ----------
@@ -57,10 +79,13 @@ class LRPPass:
         hooks = RuleHooks(method, verbose)
 
         activations: list[Tensor] = []
-        handle = request.layer.register_forward_hook(
-            lambda module, args, output: activations.append(request.as_activation(output).clone())
-        )
-        output = hooks.first_pass(self._inputs, request.args)
+
+        def note(module: object, args: object, output: object) -> None:
+            activation = as_activation(output, request.layer, self._name, request.channel_dim)
+            activations.append(activation.detach().clone())
+
+        handle = request.layer.register_forward_hook(note)
+        output = hooks.first_pass(copies(self._inputs), request.args)
         handle.remove()
         if len(activations) != 1:
             raise ValueError(
@@ -73,23 +98,22 @@ class LRPPass:
         hooks.register()
         self._cut = Cut()
         request.layer.register_forward_hook(lambda module, args, output: self._cut(output))
+        # Relevance at the output, output ⊙ ∂y/∂output: the output itself at the target and 0 elsewhere for an
+        # index, the one minus the other for a difference of logits.
+        initial = output.detach() * gradient_at_output(output, request.target)
         with torch.enable_grad():
-            initial = _initial_relevance(request, output)
             modified = self._second_pass(hooks, request)
-            self.relevance = gradient_at_layer(modified, self._cut.above, self._name, initial)
-        self.context = context_from_relevance(self.activation, self.relevance)
-        lost = lost_relevance(self.activation, self.relevance)
-        if lost > _LOST_RELEVANCE:
-            warnings.warn(
-                f"{lost:.1%} of the relevance at layer {self._name!r} sits on zero activations, where no "
-                "subspace can carry it; the K maps miss that share. Choose the layer after the activation "
-                "function, or another rule above it",
-                stacklevel=4,
+            self.relevance, around = gradients_at_cut(
+                modified, self._cut.above, self._inputs, self._name, initial, retain_graph=True
             )
+        self.context = context_from_relevance(self.activation, self.relevance)
+        warn_of_loss(self.activation, self.relevance, self._name)
+        if any(part is not None for part in around):
+            warn_of_bypass(share_around(around, self._below(self.relevance)), self._name)
 
     def _second_pass(self, hooks: RuleHooks, request: Request) -> Tensor:
         try:
-            return hooks.second_pass(self._inputs, request.args)
+            return hooks.second_pass(copies(self._inputs), request.args)
         except RuntimeError as error:
             if "doesn't require grad" not in str(error):
                 raise
@@ -99,6 +123,11 @@ class LRPPass:
                 "(torch.no_grad, .detach(), argmax), which LRP cannot pass"
             ) from error
 
+    def _below(self, cotangent: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
+        return gradients_at_inputs(
+            self._cut.below, self._inputs, self._name, cotangent.contiguous(), retain_graph=retain_graph
+        )
+
     def through(self, context: Tensor, subspaces: Subspaces, dim: int) -> tuple[Tensor, ...]:
         """Relevance of each input that passes through each block, shapes (N, K, …).
 
@@ -106,15 +135,6 @@ class LRPPass:
         R⁽ᵏ⁾ = a ⊙ U_kU_kᵀc.
         """
         filtered = self.activation * filter_context(context, subspaces, dim)
-        return self._cut.gradients_below(self._inputs, filtered, self._name)
-
-
-def _initial_relevance(request: Request, output: Tensor) -> Tensor:
-    """Relevance at the output, output ⊙ ∂y/∂output.
-
-    For an index that is the output itself at the target and 0 elsewhere; for a difference of logits it is
-    the one minus the other.
-    """
-    leaf = output.detach().clone().requires_grad_()
-    gradient = gradient_at_layer(request.select(leaf).sum(), leaf, "the output")
-    return leaf.detach() * gradient
+        last = len(filtered) - 1
+        by_concept = [self._below(part, k < last) for k, part in enumerate(filtered)]
+        return tuple(torch.stack(parts, dim=1) for parts in zip(*by_concept, strict=True))

@@ -1,89 +1,137 @@
-"""Which Captum methods can be wrapped, and the context method that each of them goes with."""
+"""Which Captum methods can be wrapped: one record for each, and the context that it goes with."""
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from captum.attr import (
     LRP,
     Attribution,
     DeepLift,
+    DeepLiftShap,
     FeatureAblation,
     GradientShap,
     InputXGradient,
     IntegratedGradients,
+    KernelShap,
     LayerAttribution,
     Lime,
     NeuronAttribution,
     NoiseTunnel,
+    Occlusion,
     Saliency,
+    ShapleyValues,
     ShapleyValueSampling,
 )
-from torch import nn
+from drsa_core.layer import ContextMethod, GradientContext, IntegratedGradientsContext, Request
+from torch import Tensor, nn
 
-from .context import (
-    ContextMethod,
-    GradientContext,
-    IntegratedGradientsContext,
-    LayerAttributionContext,
-    ShapleyContext,
-)
+from .context import LayerAttributionContext, ShapleyContext
+from .explain import explain_by_gradient, explain_by_perturbation, explain_by_surrogate
 from .lrp import LRPContext
+from .relevance_model import RelevanceModel
+
+Explain: TypeAlias = Callable[[Attribution, Request, RelevanceModel, dict[str, Any]], tuple[Tensor, ...]]
 
 
-class Family(Enum):
-    """How a method explains the K outputs of the relevance model."""
+@dataclass(frozen=True)
+class Method:
+    """What there is to know about a Captum method.
 
-    GRADIENT = "one forward pass, K backward passes"
-    LRP = "one LRP pass to the layer, K from there"
-    PERTURBATION = "one run with K outputs"
-    SURROGATE = "one run, K fits"
+    Attributes
+    ----------
+    kind : type
+        Subclasses count, unless they have a record of their own.
+    explain : function or None
+        How it explains the K outputs of the relevance model (step 2). None: LRP, which has no step 2.
+    context : function
+        The attributor ↦ its context method (step 1).
+    needs_gradient : bool
+        Whether inputs must be floating point. Such methods broadcast over an axis of concepts.
+    in_one_pass : bool
+        Whether it asks for one gradient at the input alone, so that both steps come from one forward pass.
+    draws_baselines : bool
+        Whether its baselines are a distribution.
+    """
+
+    kind: type[Attribution]
+    explain: Explain | None
+    context: Callable[[Attribution], ContextMethod]
+    needs_gradient: bool = True
+    in_one_pass: bool = False
+    draws_baselines: bool = False
 
 
-# Subclasses count: ShapleyValues, Occlusion, KernelShap, DeepLiftShap.
-_FAMILIES: dict[Family, tuple[type[Attribution], ...]] = {
-    Family.GRADIENT: (IntegratedGradients, InputXGradient, Saliency, GradientShap, DeepLift),
-    Family.LRP: (LRP,),
-    Family.PERTURBATION: (ShapleyValueSampling, FeatureAblation),
-    Family.SURROGATE: (Lime,),
-}
+def _gradient(method: Attribution) -> ContextMethod:
+    return GradientContext()
 
 
-def innermost(method: Attribution) -> Attribution:
+def _path(method: Attribution) -> ContextMethod:
+    return IntegratedGradientsContext()
+
+
+def _shapley(method: Attribution) -> ContextMethod:
+    return ShapleyContext()
+
+
+# Subclasses stand before the classes that they come from.
+METHODS = (
+    Method(IntegratedGradients, explain_by_gradient, _path),
+    Method(InputXGradient, explain_by_gradient, _gradient, in_one_pass=True),
+    Method(Saliency, explain_by_gradient, _gradient, in_one_pass=True),
+    Method(GradientShap, explain_by_gradient, _gradient, draws_baselines=True),
+    Method(DeepLiftShap, explain_by_gradient, _gradient, draws_baselines=True),
+    Method(DeepLift, explain_by_gradient, _gradient),
+    Method(LRP, None, LRPContext),
+    Method(ShapleyValues, explain_by_perturbation, _shapley, needs_gradient=False),
+    Method(ShapleyValueSampling, explain_by_perturbation, _shapley, needs_gradient=False),
+    Method(Occlusion, explain_by_perturbation, _shapley, needs_gradient=False),
+    Method(FeatureAblation, explain_by_perturbation, _shapley, needs_gradient=False),
+    Method(KernelShap, explain_by_surrogate, _shapley, needs_gradient=False),
+    Method(Lime, explain_by_surrogate, _shapley, needs_gradient=False),
+)
+
+
+def within_tunnels(method: Attribution) -> Attribution:
     """The method inside a `NoiseTunnel`, or the method itself."""
-    return innermost(method.attribution_method) if isinstance(method, NoiseTunnel) else method
+    return within_tunnels(method.attribution_method) if isinstance(method, NoiseTunnel) else method
 
 
-def family_of(method: object) -> Family:
-    """The family of a method, or an error that says which methods can be wrapped."""
-    wrapped = isinstance(method, NoiseTunnel)
-    inner: Any = innermost(method)
+def record_of(method: object) -> Method:
+    """The record of a method, or an error that says which methods can be wrapped."""
+    in_tunnel = isinstance(method, NoiseTunnel)
+    inner: Any = within_tunnels(method)
     if not isinstance(inner, LayerAttribution | NeuronAttribution):
-        for family, kinds in _FAMILIES.items():
-            if isinstance(inner, kinds) and (family is Family.GRADIENT or not wrapped):
-                return family
-    name = f"NoiseTunnel({type(inner).__name__})" if wrapped else type(inner).__name__
-    hint = "; NoiseTunnel(DisentangledAttribution(...)) takes any of them" if wrapped else ""
+        for record in METHODS:
+            if isinstance(inner, record.kind) and (not in_tunnel or record.explain is explain_by_gradient):
+                return record
+    name = f"NoiseTunnel({type(inner).__name__})" if in_tunnel else type(inner).__name__
+    hint = "; NoiseTunnel(DisentangledAttribution(...)) takes any of them" if in_tunnel else ""
+    tunnels = [record.kind.__name__ for record in METHODS if record.explain is explain_by_gradient]
+    others = [record.kind.__name__ for record in METHODS if record.explain is not explain_by_gradient]
     raise TypeError(
-        f"{name} cannot be split into concepts. These can: IntegratedGradients, InputXGradient, Saliency, "
-        "GradientShap, DeepLift, DeepLiftShap, NoiseTunnel around one of those; LRP, ShapleyValueSampling, "
-        f"ShapleyValues, KernelShap, Lime, FeatureAblation, Occlusion{hint}"
+        f"{name} cannot be split into concepts. These can: {', '.join(tunnels)}, NoiseTunnel around one of "
+        f"those; {', '.join(others)}{hint}"
     )
 
 
 def choose_context(
-    choice: str | ContextMethod | Attribution | None, method: Attribution, model: nn.Module | None
+    choice: str | ContextMethod | Attribution | None,
+    method: Attribution,
+    model: nn.Module | None,
+    layer: nn.Module,
 ) -> ContextMethod:
     """The context method that the user names, or the one that goes with the attribution method."""
     if choice is None:
-        inner = innermost(method)
-        if isinstance(inner, LRP):
-            return LRPContext(inner)
-        if isinstance(inner, IntegratedGradients):
-            return IntegratedGradientsContext()
-        return GradientContext() if family_of(method) is Family.GRADIENT else ShapleyContext()
+        return record_of(method).context(within_tunnels(method))
     if isinstance(choice, LayerAttribution):
+        if choice.layer is not layer:
+            raise ValueError(
+                f"context_method {type(choice).__name__} was made for another model or layer; make it with "
+                "the model and the layer that are explained"
+            )
         return LayerAttributionContext(choice)
     if choice == "lrp" and model is not None:
         return LRPContext(LRP(model))
@@ -94,6 +142,8 @@ def choose_context(
     }
     if isinstance(choice, str) and choice in by_name:
         return by_name[choice]
+    if isinstance(choice, LRPContext) and model is not None and choice.method.model is not model:
+        raise ValueError("context_method LRPContext was made for another model than the one explained")
     if callable(choice):
         return choice
     raise ValueError(

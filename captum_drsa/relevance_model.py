@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from drsa_core import Subspaces, filter_context
+from drsa_core.layer import Request
 from torch import Tensor, nn
-
-from .request import Request, activation_at
 
 
 class RelevanceModel(nn.Module):
     """The network up to the layer, read out by the filtered contexts U_kU_kᵀ[c]; output (n, K).
 
-    Called with the inputs, the additional forward arguments, and last the numbers (n,) of the examples that
-    the rows come from. Captum repeats that tensor as it repeats the rows: it says whose context is meant.
+    Called with the inputs, those additional forward arguments that have a row for each example, and last the
+    numbers (n,) of the examples that the rows come from. Captum repeats these as it repeats the rows: the
+    numbers say whose context is meant.
 
     Parameters
     ----------
@@ -34,19 +34,21 @@ class RelevanceModel(nn.Module):
         super().__init__()
         self.forward_func = request.forward  # a child module if it is one: DeepLift looks for its layers
         self.layer_name = request.layer_name
-        self._layer = (request.layer,)  # in a tuple, lest it be a child a second time
-        self._n_inputs = len(request.inputs)
+        self._request = (request,)  # in a tuple, so that the layer does not become a child a second time
         self._concept_axis = concept_axis
         filtered = filter_context(context.detach(), subspaces, request.channel_dim)  # (K, N, …, D, …)
         self._filtered = filtered.transpose(0, 1).flatten(2)  # (N, K, positions × D)
 
     def forward(self, *args: Any) -> Tensor:
         """R̂_k of every row, shape (n, K)."""
-        *args_of_model, example = args
+        *rows, example = args
+        (request,) = self._request
+        inputs, of_rows = rows[: len(request.inputs)], iter(rows[len(request.inputs) :])
         if self._concept_axis:
-            args_of_model[: self._n_inputs] = [x.squeeze(1) for x in args_of_model[: self._n_inputs]]
-        activation = activation_at(self.forward_func, self._layer[0], self.layer_name, args_of_model)
-        return self.relevance(activation, example)
+            inputs = [x.squeeze(1) for x in inputs]
+        further = zip(request.args, request.has_batch_axis, strict=True)
+        all_args = [next(of_rows) if batched else value for value, batched in further]
+        return self.relevance(request.activation_of((*inputs, *all_args)), example)
 
     @property
     def n_concepts(self) -> int:
@@ -63,6 +65,13 @@ class RelevanceModel(nn.Module):
         for i in range(len(self._filtered)):
             relevance[example == i] = rows[example == i] @ self._filtered[i].T
         return relevance
+
+
+def args_of_rows(request: Request) -> tuple[Any, ...]:
+    """What a `RelevanceModel` takes after the inputs: what Captum may repeat with the rows."""
+    further = zip(request.args, request.has_batch_axis, strict=True)
+    numbers = torch.arange(len(request), device=request.inputs[0].device)
+    return (*(value for value, batched in further if batched), numbers)
 
 
 def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, distribution: bool) -> Tensor:

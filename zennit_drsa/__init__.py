@@ -1,12 +1,13 @@
 """Zennit adapter: K-way attributions from Zennit composites and attributors."""
 
+from drsa_core import RelevanceLossWarning
 from drsa_core.nfnet import NFNetCanonizer
 
 from .attributor import DisentangledAttributor
 from .collect import collect
 from .composite import DisentangledComposite
 from .doctor import doctor
-from .filter import RelevanceLossWarning, SubspaceFilter, VirtualLayer
+from .filter import SubspaceFilter, VirtualLayer
 from .nfnet import NFNetGamma
 from .timm import TimmCanonizer
 from .vgg import VGGGamma

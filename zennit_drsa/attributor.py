@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
 from drsa_core.collect import collect_pairs
-from drsa_core.estimator import Solver
+from drsa_core.estimator import Solver, learn_subspaces
 from drsa_core.layer import (
     TOLERANCE,
     BackwardPass,
@@ -26,7 +26,6 @@ from drsa_core.layer import (
     uninterrupted,
 )
 from drsa_core.parameters import as_int
-from drsa_core.provenance import describe_target, target_order
 from drsa_core.target import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
@@ -43,6 +42,8 @@ from .explained import (
 )
 from .nonfinite import check_finite
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
+
+_T = TypeVar("_T")
 
 
 class DisentangledAttributor(Attributor):  # type: ignore[misc]
@@ -133,11 +134,14 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         self.chunk = None if chunk is None else as_int(chunk, "chunk", 1)
         self.slot, self.tolerance, self.strict = slot, tolerance, strict
         self._keeps_output = False
+        self._fingerprint: str | None = None
 
     # ------------------------------------------------------------------ as Zennit's attributors are called
 
     @uninterrupted
     def __enter__(self) -> Self:
+        if self.subspaces is not None and self.subspaces.provenance is not None:
+            self._fingerprint = model_fingerprint(self.model)  # before canonizers change weights
         super().__enter__()
         return self
 
@@ -162,13 +166,16 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         The context is that at the input; for `IntegratedGradients` in two steps, that of the path.
         """
 
-        def relevance(input: Tensor, start: AttrOutput) -> Tensor:
-            _, activation, context = self._context(input, checked_start(start), ScoreOf(checked_start(start)))
+        start = checked_start(self._as_function(attr_output))
+
+        def relevance(input: Tensor) -> Tensor:
+            output, activation, context = self._context(input, start, ScoreOf(start))
+            self._check_provenance(output, start)
             result = self._score(activation, context)
             check_finite(result, self.model, input, start)
             return result
 
-        return self._registered(relevance, input, checked_attr_output(attr_output))
+        return self._registered(relevance, input)
 
     # ------------------------------------------------------------------ with a target, as both adapters
 
@@ -184,14 +191,13 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
             One output for all images, one for each, or a function from the output to the scores (N,).
         """
 
-        def pair(input: Tensor, _: AttrOutput) -> tuple[Tensor, Tensor]:
+        def pair(input: Tensor) -> tuple[Tensor, Tensor]:
             start = start_of_target(target, holds_relevance(self.model, self.slot))
             _, activation, context = self._context(input, start, target)
             check_finite(context, self.model, input, start)
             return activation, context
 
-        result: tuple[Tensor, Tensor] = self._registered(pair, input, None)
-        return result
+        return self._registered(pair, input)
 
     def collect(
         self,
@@ -206,25 +212,20 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         parameter = next(self.model.parameters(), None)
         fingerprint = model_fingerprint(self.model)  # before rules and canonizers are there
         with self:
-            provenance = Provenance(
-                backend="zennit",
-                method=self._method(),
-                layer=self.layer_name,
-                channel_dim=self.channel_dim,
-                target=describe_target(target, tuple_is_index=True) if not isinstance(target, str) else target,
-                model=fingerprint,
-                positions=None if positions is None else as_int(positions, "positions", 1),
-                random_state=random_state,
-                target_order=None if isinstance(target, str) else target_order(target),
-            )
             return collect_pairs(
                 lambda inputs, of_batch: self.context(_single(inputs), of_batch),
                 loader,
                 target,
-                provenance,
+                positions=positions,
+                random_state=random_state,
                 store=store,
                 progress=progress,
                 device=None if parameter is None else parameter.device,
+                channel_dim=self.channel_dim,
+                backend="zennit",
+                method=self._method(),
+                layer=self.layer_name,
+                model=fingerprint,
             )
 
     def fit(
@@ -247,8 +248,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
             Default `DRSA(n_subspaces=4)`.
         """
         solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
-        solver.fit(self.collect(loader, target, positions, random_state, progress, store))
-        self.subspaces = solver.subspaces_
+        pairs = self.collect(loader, target, positions, random_state, progress, store)
+        self.subspaces = learn_subspaces(solver, pairs)
         return self
 
     # ------------------------------------------------------------------ maps, shape (K, N, *input)
@@ -427,12 +428,19 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         for first in range(0, subspaces.n_subspaces, size):
             yield subspaces.select(range(first, min(first + size, subspaces.n_subspaces)))
 
-    def _registered(self, work: Callable[[Tensor, AttrOutput], Any], input: Tensor, attr_output: Any) -> Any:
-        """`work`, in the place of `forward`: Zennit's `__call__` registers the composite around it."""
+    def _registered(self, work: Callable[[Tensor], _T], input: Tensor) -> _T:
+        """`work(input)` with the composite registered."""
         _check_input(input)
-        other: Any = copy.copy(self)
-        other.forward = lambda input, start: guarded(self.model, lambda: work(input.detach().clone(), start))
-        return Attributor.__call__(other, input, attr_output)
+        if self.composite.handles:
+            return guarded(self.model, lambda: work(input.detach().clone()))
+        with self:
+            return guarded(self.model, lambda: work(input.detach().clone()))
+
+    def _as_function(self, attr_output: Tensor | AttrOutput | None) -> AttrOutput:
+        checked = checked_attr_output(attr_output)
+        if isinstance(checked, Tensor):
+            return lambda output: checked
+        return self.attr_output_fn if checked is None else checked
 
     # ------------------------------------------------------------------ checks
 
@@ -475,9 +483,6 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
             canonized = self.model(example.clone())
             self.composite.remove()
             try:
-                self._fingerprint = None
-                if self.subspaces is not None and self.subspaces.provenance is not None:
-                    self._fingerprint = model_fingerprint(self.model)
                 untouched = guarded(self.model, lambda: self.model(example))
             finally:
                 self.composite.register(self.model)

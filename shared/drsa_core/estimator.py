@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from .pairs import Pairs
+from .subspaces import Subspaces
 from .validation import ArrayLike, check_matrix, check_pairs
 
 
@@ -37,6 +39,22 @@ class PairsLike(Protocol):
 
 
 Activations: TypeAlias = "ArrayLike | PairsLike"
+
+
+class Solver(Protocol):
+    """What learns subspaces: PRCA, DRSA and the baselines, or anything with the same two names."""
+
+    subspaces_: Subspaces
+
+    def fit(self, a: Tensor, c: Tensor) -> Any:
+        """Learn `subspaces_` from activations and contexts (N, D)."""
+
+
+def learn_subspaces(solver: Solver, pairs: Pairs) -> Subspaces:
+    """The subspaces that a solver finds in pairs, with the pairs' provenance."""
+    solver.fit(pairs.a, pairs.c)
+    subspaces = solver.subspaces_
+    return subspaces if pairs.provenance is None else subspaces.with_provenance(pairs.provenance)
 
 
 class Estimator:

@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 # What must agree between learning subspaces and explaining with them.
-USE = ("model", "layer", "channel_dim", "backend", "method", "target")
+USE = ("model", "layer", "channel_dim", "method", "target")
 # What must agree between the batches of one collection.
-COLLECTION = (*USE, "target_order", "positions", "random_state")
+COLLECTION = (*USE, "backend", "target_order", "positions", "random_state")
 
 Target: TypeAlias = int | Sequence[Any] | Tensor | np.ndarray[Any, Any] | Callable[..., Any] | None
 TargetDescription: TypeAlias = int | list[int] | str | None
@@ -48,7 +48,7 @@ class Provenance:
     backend : str
         "zennit" or "captum".
     method : str
-        The attribution method or composite, with its rules and the context method.
+        How contexts are found: the context method or composite, with its rules.
     layer : str
         Dotted name of the layer.
     channel_dim : int

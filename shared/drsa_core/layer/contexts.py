@@ -55,8 +55,10 @@ class IntegratedGradientsContext:
             size = min(self.internal_batch_size or rows_per_run(self.n_steps, activation), self.n_steps)
             shape = (-1, *[1] * (activation.ndim - 1))
             path = torch.as_tensor(points).to(activation).reshape(shape)
-            weight = torch.as_tensor(weights).to(activation).reshape(shape)
-            context = torch.zeros_like(activation)
+            # A hundred terms in half precision would leave two digits.
+            exact = torch.promote_types(activation.dtype, torch.float32)
+            weight = torch.as_tensor(weights).to(activation.device, exact).reshape(shape)
+            context = torch.zeros_like(activation, dtype=exact)
             for some, their_weight in zip(path.split(size), weight.split(size), strict=True):
                 rows = (some * activation).requires_grad_()
                 with torch.enable_grad():
@@ -65,7 +67,7 @@ class IntegratedGradientsContext:
                 context += (their_weight * gradient).sum(0, keepdim=True)
             if getattr(request.target, "is_potential", True):
                 errors.append(_conservation_error(activation, context, upper))
-            return context
+            return context.to(activation.dtype)
 
         # The whole pass says whether the score depends on the layer, and what goes around it.
         backward = BackwardPass(request)

@@ -72,9 +72,9 @@ class UpperNetwork:
         try:
             return self._scores(rows)
         except RuntimeError as error:
-            raise ValueError(
-                f"the model does not take {len(rows)} examples in a batch, though it took another number: "
-                f"{error}. This method runs the part above layer {self._request.layer_name!r} in batches of "
-                "other sizes; explain a model that takes any number of examples, or use the gradient as the "
-                "context (context_method='gradient')"
-            ) from error
+            error.add_note(
+                f"This came from a batch of {len(rows)} copies of one example. The part above layer "
+                f"{self._request.layer_name!r} is run in batches of other sizes here: explain a model that "
+                "takes any number of examples, or use the gradient as the context (context_method='gradient')"
+            )
+            raise
