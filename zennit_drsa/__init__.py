@@ -9,6 +9,7 @@ from .doctor import doctor
 from .filter import RelevanceLossWarning, SubspaceFilter, VirtualLayer
 from .nfnet import NFNetGamma
 from .timm import TimmCanonizer
+from .torchvision import TorchvisionCanonizer
 from .vgg import VGGGamma
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "RelevanceLossWarning",
     "SubspaceFilter",
     "TimmCanonizer",
+    "TorchvisionCanonizer",
     "VGGGamma",
     "VirtualLayer",
     "collect",
