@@ -59,6 +59,7 @@ def examine(
         stack.enter_context(_constant_parameters(model))
         stack.callback(composite.remove)
         composite.register(model)
+        _take_rules_off_attention(model)
 
         names |= _names(model)
         modules = list(model.modules())
@@ -191,10 +192,24 @@ def _operations(
 
 def _rule(module: nn.Module) -> str | None:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    owners = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Hook)]
-    rule = type(owners[0]).__name__ if owners else None
-    # Zennit counts attention among the activations, but it mixes tokens: `Pass` would explain each by itself.
-    return None if rule == "Pass" and isinstance(module, nn.MultiheadAttention) else rule
+    return next((type(owner).__name__ for hook in hooks if (owner := _owner(hook)) is not None), None)
+
+
+def _owner(hook: object) -> Hook | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, Hook) else None
+
+
+def _take_rules_off_attention(model: nn.Module) -> None:
+    """Zennit counts attention among the activations, and its rule `Pass` fails on three inputs.
+
+    Even if it did not: attention mixes tokens, and `Pass` would explain each by itself.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and _rule(module) == "Pass":
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
+                    del hooks[key]
 
 
 def _is_affine_leaf(module: nn.Module) -> bool:
