@@ -97,11 +97,11 @@ CANONIZERS = {
 }
 OTHERWISE = {
     "torchvision vit": (lambda: tv.VisionTransformer(64, 16, 1, 2, 32, 64, num_classes=10), "attention"),
-    "swin": (lambda: tv.SwinTransformer([4, 4], 16, [1], [2], [4, 4], num_classes=10), "attention"),
+    "swin": (lambda: tv.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [4, 4], num_classes=10), "attention"),
     "timm vit": (lambda: timm.create_model("test_vit", img_size=64, num_classes=10), "attention"),
     "encoder": (transformer, "attention"),
     "mixer": (
-        lambda: timm.create_model("mixer_s32_224", img_size=64, num_blocks=1, num_classes=10),
+        lambda: timm.models.MlpMixer(10, img_size=64, patch_size=32, num_blocks=1, embed_dim=32),
         "nothing here",
     ),
 }
@@ -169,8 +169,9 @@ def test_what_a_canonizer_leaves_is_named():
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_where_lrp_has_no_rules_another_method_is_named_and_runs(name):
     captum_attr = pytest.importorskip("captum.attr")
-    from captum_drsa import DisentangledAttribution
     from drsa_core import Subspaces
+
+    from captum_drsa import DisentangledAttribution
 
     build, reason = OTHERWISE[name]
     torch.manual_seed(0)
@@ -183,14 +184,10 @@ def test_where_lrp_has_no_rules_another_method_is_named_and_runs(name):
     assert reason in suggestion
     assert "DisentangledAttribution(captum.attr.InputXGradient(model), layer, subspaces)" in suggestion
     x = image(64, n=2)
-    layers = {"swin": ("norm", -1), "encoder": ("2", -1), "torchvision vit": ("encoder.ln", -1)}
-    layer, channel_dim = layers.get(name, ("norm", -1))
-    width = model.get_submodule(layer)(torch.zeros(1, 3, 64)).shape[-1] if name == "encoder" else None
-    width = width or model.get_submodule(layer).normalized_shape[0]
-    subspaces = Subspaces(torch.eye(width), [width // 2, width - width // 2])
-    attribution = DisentangledAttribution(
-        captum_attr.InputXGradient(model), layer, subspaces, channel_dim=channel_dim
-    )
+    layer = {"encoder": "2.layers.0.norm2", "torchvision vit": "encoder.ln"}.get(name, "norm")
+    (width,) = model.get_submodule(layer).normalized_shape
+    subspaces = Subspaces(torch.eye(width), [width // 2, width // 2])
+    attribution = DisentangledAttribution(captum_attr.InputXGradient(model), layer, subspaces, channel_dim=-1)
     maps = attribution.attribute(x, target=1)
     assert maps.shape == (2, 2, 3, 64, 64)
     assert bool(maps.isfinite().all())
