@@ -13,7 +13,8 @@ from tests.model_state import model_state
 
 from zennit.canonizers import SequentialMergeBatchNorm  # isort: skip
 from zennit.composites import EpsilonPlus  # isort: skip
-from zennit_drsa import doctor  # isort: skip
+from drsa_core import Subspaces  # isort: skip
+from zennit_drsa import SubspaceFilter, doctor  # isort: skip
 
 Operation = Callable[[Tensor], Tensor]
 KERNEL = torch.linspace(-1, 1, 36).view(4, 1, 3, 3)
@@ -222,3 +223,13 @@ def test_integers_and_a_registered_composite_are_named():
         doctor(model, composite, torch.ones(1, 3, dtype=torch.int64))
     with composite.context(model), pytest.raises(ValueError, match="is registered"):
         doctor(model, composite, torch.ones(1, 3))
+
+
+def test_a_composite_with_a_virtual_layer_passes():
+    torch.manual_seed(0)
+    model = Network(lambda x: x).eval()
+    composite = EpsilonPlus(canonizers=[SubspaceFilter("relu", Subspaces(torch.eye(4), [2, 2]))])
+    before = model_state(model)
+    diagnosis = doctor(model, composite, torch.rand(2, 3, 8, 8), verbose=False)
+    assert diagnosis.ok, str(diagnosis)
+    assert model_state(model) == before

@@ -215,3 +215,18 @@ def test_without_timm_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.models", None)
     with pytest.raises(ImportError, match=r"captum-zennit-drsa\[timm\]"):
         TimmCanonizer().apply(nn.Linear(1, 1))
+
+
+def test_subclasses_that_inherit_forward_are_canonized_like_their_parents():
+    class OwnBlock(timm.models.resnet.BasicBlock):
+        pass
+
+    class OwnNet(timm.models.resnet.ResNet):
+        pass
+
+    model = OwnNet(OwnBlock, (1, 1, 1, 1), num_classes=10).eval()
+    assert TimmCanonizer.suits(model)
+    (instance,) = TimmCanonizer().apply(model)
+    sums = sum(isinstance(module, Sum) for module in model.modules())
+    instance.remove()
+    assert sums == 4

@@ -58,7 +58,8 @@ def network(name: str) -> nn.Module:
     return model
 
 
-def lrp_0(epsilon: float = 1e-14) -> LayerMapComposite:
+# EfficientNet's logits are 1e-12 without biases; the loss is proportional to the stabiliser.
+def lrp_0(epsilon: float = 1e-24) -> LayerMapComposite:
     layers = [*layer_map_base(epsilon), ((Convolution, nn.Linear), Epsilon(epsilon=epsilon))]
     return LayerMapComposite(layers, canonizers=[TorchvisionCanonizer()])
 

@@ -37,6 +37,9 @@ SELECTIONS = {
 MASKS = {"relu", "threshold"}
 """Operations that set values to zero, on which there is no relevance, and keep the others."""
 
+# Their own operations are made to carry relevance; whether they conserve it is measured.
+_LIBRARIES = ("zennit", "zennit_drsa", "drsa_core")
+
 FINE = MOVES | SELECTIONS | MASKS
 
 
@@ -50,6 +53,9 @@ def operation(node: Node) -> str:
 
 def carries_relevance(node: Node) -> bool:
     """Whether the node's derivative hands relevance down as a rule would."""
+    function = getattr(node, "_forward_cls", None)  # of an operation written in Python
+    if function is not None and function.__module__.partition(".")[0] in _LIBRARIES:
+        return True
     name = operation(node)
     carriers = [parent is not None for parent, _ in node.next_functions]
     if name in ("add", "sub"):
