@@ -154,7 +154,7 @@ def test_training_mode_is_reported_and_statistics_stay(part, expected):
     assert "call model.eval()" in str(diagnosis)
 
 
-def test_a_canonizer_that_fails_half_way_leaves_the_model_and_a_note():
+def test_a_canonizer_that_fails_half_way_leaves_the_model_as_it_was():
     """BatchNorm1d(4) is merged before the norm without weights fails."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)]
