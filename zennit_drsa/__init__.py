@@ -10,6 +10,7 @@ from .doctor import doctor
 from .filter import SubspaceFilter, VirtualLayer
 from .nfnet import NFNetGamma
 from .timm import TimmCanonizer
+from .torchvision import TorchvisionCanonizer
 from .vgg import VGGGamma
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "RelevanceLossWarning",
     "SubspaceFilter",
     "TimmCanonizer",
+    "TorchvisionCanonizer",
     "VGGGamma",
     "VirtualLayer",
     "collect",

@@ -233,6 +233,11 @@ class NFNetGamma(Composite):  # type: ignore[misc]
         self.pass_rule = PassLarge(threshold)
         super().__init__(module_map=self.mapping, canonizers=[NFNetCanonizer(), *(canonizers or ())])
 
+    @classmethod
+    def suits(cls, model: nn.Module) -> bool:
+        """Whether there is an NFNet in the model; `doctor` asks."""
+        return NFNetCanonizer.suits(model)
+
     def register(self, module: nn.Module) -> None:
         """Canonize the model and attach the rules; on an error, leave the model as it was."""
         try:

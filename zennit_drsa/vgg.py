@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from zennit.types import Convolution, MaxPool
 # ImageNet's statistics, with which torchvision's weights expect their input to be normalised.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+# Networks of torchvision and timm in which relevance crosses nothing but layers with a rule here.
+_CHAINS = ("vgg", "alexnet", "squeezenet")
 
 
 class GraphRule(Hook, ABC):  # type: ignore[misc]
@@ -209,6 +213,30 @@ class VGGGamma(Composite):  # type: ignore[misc]
         self._others = layer_map_base(stabilizer)
         super().__init__(self._mapping, [VGGCanonizer(), *(canonizers or ())])
 
+    @classmethod
+    def suits(cls, model: nn.Module) -> bool:
+        """Whether nothing in the model is known to be of another family."""
+        return next(_other_families(model), None) is None
+
+    def register(self, module: nn.Module) -> None:
+        """Merge batch norms and attach the rules.
+
+        Raises
+        ------
+        ValueError
+            If there is a network of another family in the model: its sums have no rule here, and its blocks
+            are not told apart by max-pooling.
+        """
+        other = next(_other_families(module), None)
+        if other is not None:
+            raise ValueError(
+                f"VGGGamma is for VGG and other plain chains of layers, but {other[0] or 'the model'} is a "
+                f"{other[1]}: its relevance would be wrong. Use another composite with a canonizer for this "
+                "network, as in EpsilonPlus(canonizers=[zennit.torchvision.ResNetCanonizer()]) for "
+                "torchvision's ResNet; zennit_drsa.doctor(model, EpsilonPlus(), input) says which"
+            )
+        super().register(module)
+
     def _mapping(self, ctx: dict[str, int], name: str, module: nn.Module) -> Hook | None:
         if isinstance(module, MaxPool):
             ctx["pools"] = ctx.get("pools", 0) + 1
@@ -221,6 +249,17 @@ class VGGGamma(Composite):  # type: ignore[misc]
         if isinstance(module, nn.Linear):
             return self._head
         return next((hook for types, hook in self._others if isinstance(module, types)), None)
+
+
+def _other_families(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Name and class of what torchvision or timm define for networks that are not plain chains."""
+    for name, module in model.named_modules():
+        for parent in type(module).__mro__:
+            library, _, rest = parent.__module__.partition(".models.")
+            family = rest.partition(".")[0]
+            if library in ("torchvision", "timm") and family not in _CHAINS and not family.startswith("_"):
+                yield name, type(module).__name__
+                break
 
 
 def _modified(module: nn.Module, modifier: ParamMod, input: Tensor) -> Tensor:

@@ -39,6 +39,14 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
         super().__init__()
         self._edits = ModuleEdits()
 
+    @classmethod
+    def suits(cls, model: nn.Module) -> bool:
+        """Whether there is an NFNet in the model."""
+        try:
+            return bool(find_nfnets(model))
+        except (ImportError, ValueError):
+            return False
+
     def apply(self, root_module: nn.Module) -> list[NFNetCanonizer]:
         """Canonize every NFNet in `root_module`.
 

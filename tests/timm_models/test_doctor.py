@@ -123,7 +123,7 @@ def test_products_and_modules_without_a_rule_are_named():
     torch.manual_seed(0)
     diagnosis = examine(Gated().eval(), EpsilonPlus(), torch.randn(2, 4))
     assert not diagnosis.ok
-    assert diagnosis.functional == ["(model) (Gated: mul)"]
+    assert diagnosis.functional == ["(model) (Gated: mul, sigmoid)"]
     assert diagnosis.without_rule == ["norm (LayerNorm)"]
     assert "zennit.layer.Sum" in str(diagnosis.suggestion)
 
@@ -171,7 +171,7 @@ def test_the_target_is_what_is_explained():
             "composite must be a Zennit composite, got str",
         ),
         ((nn.Linear(3, 2), EpsilonPlus(), [1.0]), TypeError, "input must be a floating-point tensor"),
-        ((nn.Linear(3, 2), EpsilonPlus(), torch.ones(0, 3)), TypeError, "at least one example"),
+        ((nn.Linear(3, 2), EpsilonPlus(), torch.ones(0, 3)), ValueError, "at least one example"),
         ((nn.Linear(3, 2), EpsilonPlus(), torch.ones(3)), ValueError, r"shape \(N, classes\), got \(2,\)"),
     ],
 )

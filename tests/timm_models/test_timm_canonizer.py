@@ -101,7 +101,7 @@ def test_squeeze_excite_is_a_gate():
 def test_layer_norm_is_linear_with_its_deviation_held_constant():
     from timm.layers import LayerNorm, LayerNorm2d
 
-    from zennit_drsa.timm import _layer_norm_forward
+    from zennit_drsa.canonizer import layer_norm_forward
 
     for norm, shape, dim in ((LayerNorm(6), (2, 4, 6), -1), (LayerNorm2d(6), (2, 6, 3, 3), 1)):
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_layer_norm_is_linear_with_its_deviation_held_constant():
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        output = _layer_norm_forward(norm)(x)
+        output = layer_norm_forward(norm)(x)
         assert torch.allclose(output, norm(x), rtol=1e-12)
         start = torch.randn_like(output)
         (relevance,) = torch.autograd.grad(output, x, start)
@@ -215,3 +215,18 @@ def test_without_timm_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.models", None)
     with pytest.raises(ImportError, match=r"captum-zennit-drsa\[timm\]"):
         TimmCanonizer().apply(nn.Linear(1, 1))
+
+
+def test_subclasses_that_inherit_forward_are_canonized_like_their_parents():
+    class OwnBlock(timm.models.resnet.BasicBlock):
+        pass
+
+    class OwnNet(timm.models.resnet.ResNet):
+        pass
+
+    model = OwnNet(OwnBlock, (1, 1, 1, 1), num_classes=10).eval()
+    assert TimmCanonizer.suits(model)
+    (instance,) = TimmCanonizer().apply(model)
+    sums = sum(isinstance(module, Sum) for module in model.modules())
+    instance.remove()
+    assert sums == 4

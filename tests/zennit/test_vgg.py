@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import vgg11, vgg16, vgg19_bn
+from torchvision.models import alexnet, densenet121, resnet18, vgg11, vgg16, vgg19_bn
+from torchvision.models.resnet import BasicBlock, ResNet
 from zennit.attribution import Gradient
 from zennit.composites import COMPOSITES, NameMapComposite
 from zennit.core import Hook
@@ -150,3 +151,32 @@ def test_zero_rule_with_an_in_place_relu_behind_it_and_two_forward_passes():
         second = attributor(input, relevance)[1]
     assert not torch.equal(first, second)
     torch.testing.assert_close(second, Gradient(model, zennit)(input, relevance)[1])
+
+
+class OwnResNet(ResNet):
+    pass
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: resnet18(num_classes=2),
+        lambda: OwnResNet(BasicBlock, [1, 1, 1, 1], num_classes=2),
+        lambda: nn.Sequential(resnet18(num_classes=2)),
+        lambda: densenet121(num_classes=2),
+    ],
+    ids=["resnet18", "subclass", "wrapped", "densenet121"],
+)
+def test_networks_of_another_family_are_refused(model):
+    network = model().eval()
+    before = model_state(network)
+    assert not VGGGamma.suits(network)
+    with pytest.raises(ValueError, match=r"VGGGamma is for VGG .*doctor"):
+        Gradient(network, VGGGamma())(torch.rand(1, 3, 32, 32), torch.ones(1, 2))
+    assert model_state(network) == before
+
+
+@pytest.mark.parametrize("factory", [vgg11, alexnet])
+def test_chains_are_not_refused(factory):
+    assert VGGGamma.suits(factory(num_classes=2))
+    assert VGGGamma.suits(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)))

@@ -35,8 +35,9 @@ class Diagnosis:
     layers : list of LayerRelevance
         All modules that relevance crossed, in the order of the forward pass.
     unmerged_norms, functional, without_rule, non_finite : list of str
-        Batch norms left as they were; additions and multiplications in a module's code that relevance crosses
-        and no rule sees; modules without a rule; modules with a non-finite output or relevance.
+        Batch norms left as they were; operations in a module's code that relevance crosses without a rule
+        and that do more than move, copy or select values; modules without a rule; modules with a non-finite
+        output or relevance.
     drift : dict
         Relevance that a module lost (or made, if negative) in a way that none of its rules explains.
     lost_in_layers_with_bias, lost_in_other_layers : float
@@ -44,8 +45,10 @@ class Diagnosis:
         alone.
     logit_change : float
         Largest change of an output by canonization, relative to the largest output.
+    training : list of str
+        The outermost modules that are in training mode; the examination itself runs in evaluation mode.
     suggestion : str or None
-        A canonizer or composite to try.
+        What makes LRP valid, tried on this model and input; or, if nothing does, what to use instead.
     """
 
     relevance: float
@@ -58,20 +61,28 @@ class Diagnosis:
     lost_in_layers_with_bias: float
     lost_in_other_layers: float
     logit_change: float
-    in_training: bool
+    training: list[str]
     suggestion: str | None = field(default=None)
+
+    @property
+    def in_training(self) -> bool:
+        """Whether a part of the model is in training mode, where dropout and norms act differently."""
+        return bool(self.training)
+
+    @property
+    def findings(self) -> list[str]:
+        """What is wrong under this composite, one string each; the mode of the model is not counted."""
+        found = [f"{name} (batch norm)" for name in self.unmerged_norms] + self.functional + self.without_rule
+        found += [f"{name} (not finite)" for name in self.non_finite]
+        found += [f"{name} (relevance {change:+.3g})" for name, change in self.drift.items()]
+        if not self.logit_change <= 1e-3:  # NaN counts
+            found.append(f"the logits change by {self.logit_change:.1e}")
+        return found
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found that makes a map wrong. Relevance in biases is part of the method."""
-        return self.logit_change <= 1e-3 and not (
-            self.unmerged_norms
-            or self.functional
-            or self.without_rule
-            or self.non_finite
-            or self.drift
-            or self.in_training
-        )
+        return not self.findings and not self.in_training
 
     def table(self, layers: Sequence[LayerRelevance] | None = None) -> str:
         """Relevance per layer, as a Markdown table."""
@@ -84,7 +95,7 @@ class Diagnosis:
     def __str__(self) -> str:
         findings = [
             ("batch norms left unmerged", self.unmerged_norms),
-            ("functional sums and products", self.functional),
+            ("operations without a rule", self.functional),
             ("modules without a rule", self.without_rule),
             ("non-finite values", self.non_finite),
             ("relevance lost or made without a rule", [f"{k} ({v:+.3g})" for k, v in self.drift.items()]),
@@ -96,7 +107,8 @@ class Diagnosis:
             "|---|---|",
         ]
         lines += [f"| {what} | {_shorten(names)} |" for what, names in findings]
-        lines.append(f"| model in training mode | {'yes: call model.eval()' if self.in_training else 'no'} |")
+        mode = f"{_shorten(self.training)}: call model.eval()" if self.in_training else "none"
+        lines.append(f"| modules in training mode | {mode} |")
         lines.append(f"| change of the logits by canonization | {self.logit_change:.1e} |")
         lines.append(f"| share lost in layers with a bias | {self.lost_in_layers_with_bias:.2%} |")
         lines.append(f"| share lost to stabilisers elsewhere | {self.lost_in_other_layers:.2%} |")
