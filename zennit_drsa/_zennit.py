@@ -1,4 +1,4 @@
-"""The one place that looks into Zennit's composites and hooks; when a Zennit release moves them, look here."""
+"""The one place that looks into Zennit's hooks; when a Zennit release moves them, look here."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
         What the model returned.
     target : int, tuple, sequence, tensor, function or None
         An index for outputs (n, C); a tuple of indices for outputs of more axes; a list or tensor with one of
-        these for each row; a function from the output to the scores (n,). None where there is one score a row.
+        these for each row; a function from the output to the scores (n,). None if there is one score a row.
     n_examples : int, optional
         The number n, for a message if the output has another one.
     """
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"the model must return a tensor, got {type(output).__name__}; wrap it in a function that returns "
-            "the scores, and give `layer` as a module"
+            f"the model must return a tensor, got {type(output).__name__}; wrap it in a function that "
+            "returns the scores, and give `layer` as a module"
         )
     if output.ndim == 0 and n_examples in (None, 1):
         output = output.reshape(1)
@@ -132,8 +132,8 @@ def _indexed(output: Tensor, target: Target, what: str) -> Tensor:
         if not inside:
             raise ValueError(
                 f"{what} does not fit the model's output of shape {tuple(output.shape)}: expected "
-                f"{len(sizes)} index(es) below {tuple(sizes)}, got {row}. Give an index within the output, one "
-                "per example, or a function of the output"
+                f"{len(sizes)} index(es) below {tuple(sizes)}, got {row}. Give an index within the output, "
+                "one per example, or a function of the output"
             )
     columns = [torch.tensor(column, device=output.device) for column in zip(*rows, strict=True)]
     return output[(torch.arange(n_rows, device=output.device), *columns)]

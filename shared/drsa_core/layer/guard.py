@@ -129,7 +129,7 @@ class Guard:
 
 
 def uninterrupted(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Make a method one that Ctrl-C does not enter while a `Guard` is active; it is delivered by its `end`."""
+    """Hold Ctrl-C back in this method while a `Guard` is active; `Guard.end` delivers it."""
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -19,7 +19,7 @@ Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 class _Stop(BaseException):
-    """Ends a forward pass at the layer. Not an Exception, which a model's own `except Exception` would keep."""
+    """Ends a forward pass at the layer. Not an Exception: a model's own `except Exception` would keep it."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def with_batch_axes(request: Request) -> Request:
             if _reproduces(replace(request, has_batch_axis=choice), expected):
                 return replace(request, has_batch_axis=choice)
     raise ValueError(
-        f"additional_forward_args {only} (counted from 0) have as many rows as there are examples ({n}), but "
-        "the model gives an example alone another score than in the batch, whether it gets its row of them or "
-        "all rows; bind what is the same for all examples into the forward function"
+        f"additional_forward_args {only} (counted from 0) have as many rows as there are examples ({n}), "
+        "but the model gives an example alone another score than in the batch, whether it gets its row of "
+        "them or all rows; bind what is the same for all examples into the forward function"
     )
 
 

@@ -46,8 +46,8 @@ def check_fits(activation: Tensor, n_features: int, name: str, channel_dim: int)
         raise ValueError(
             f"the subspaces have D = {n_features} features, but layer {name!r} has "
             f"{activation.shape[channel_dim]} along channel_dim={channel_dim} of its output "
-            f"{tuple(activation.shape)}; use subspaces that were fitted at this layer, or give its channel_dim "
-            "(-1 for tokens)"
+            f"{tuple(activation.shape)}; use subspaces that were fitted at this layer, or give its "
+            "channel_dim (-1 for tokens)"
         )
 
 
