@@ -347,7 +347,7 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         """`work` on a request, after which the model and its rules are as they were."""
         request = self._request(inputs, target, args)
         if self._model is None:
-            return guarded(None, lambda: work(with_batch_axes(request)))
+            return guarded(self.layer, lambda: work(with_batch_axes(request)), is_whole=False)
         warn_of_training(self._model)
         rules = [rule for _, rule in rules_on(self._model)]
         return guarded(self._model, lambda: work(with_batch_axes(request)), rules)

@@ -24,6 +24,7 @@ from drsa_core.layer import (
     guarded,
     sum_over_positions,
     uninterrupted,
+    warn_of_training,
 )
 from drsa_core.parameters import as_int
 from drsa_core.target import Target
@@ -142,12 +143,13 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     def __enter__(self) -> Self:
         if self.subspaces is not None and self.subspaces.provenance is not None:
             self._fingerprint = model_fingerprint(self.model)  # before canonizers change weights
+        warn_of_training(self.model)
         super().__enter__()
         return self
 
     @uninterrupted
-    def __exit__(self, *error: object) -> bool:
-        return bool(super().__exit__(*error))
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
 
     def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
         """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
@@ -495,7 +497,7 @@ def _check_same(canonized: Tensor, untouched: Tensor, composite: GuardedComposit
     # Merging batch norms rounds differently; half precision has few digits.
     tolerance = 1e-3 if untouched.dtype in (torch.float32, torch.float64) else 0.05
     change = (canonized - untouched).abs().max() / untouched.abs().max().clamp(min=1e-30)
-    if not change <= tolerance:
+    if torch.isfinite(untouched).all() and not change <= tolerance:
         names = ", ".join(type(canonizer).__name__ for canonizer in composite.canonizers) or "none"
         raise ValueError(
             f"the composite changes the model's output by {float(change):.1%} of its largest value, so that "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drsa_core import Subspaces
-from drsa_core.layer import TOLERANCE, Guard, uninterrupted, warn_of_training
+from drsa_core.layer import TOLERANCE, Guard, uninterrupted
 from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
@@ -54,7 +54,6 @@ class GuardedComposite(Composite):  # type: ignore[misc]
         guard = self._guard = Guard(module)
         try:
             guard.begin()
-            warn_of_training(module)
             super().register(module)
             self.handles.append(_Registered())
         except BaseException:
@@ -119,8 +118,8 @@ class _Context(CompositeContext):  # type: ignore[misc]
         return module
 
     @uninterrupted
-    def __exit__(self, *error: object) -> bool:
-        return bool(super().__exit__(*error))
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
 
 
 class _Registered:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from drsa_core import Subspaces, context_from_relevance, find_layer
 from drsa_core.canonical import registered_copy
-from drsa_core.layer import TOLERANCE, as_activation, check_fits, warn_of_loss
+from drsa_core.layer import TOLERANCE, as_activation, check_fits, warn_of_loss, warn_of_training
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
@@ -168,6 +168,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         name, module = find_layer(root_module, self.layer)
         if any(isinstance(getattr(h, "__self__", None), SubspaceFilter) for h in _pre_hooks(module)):
             raise ValueError(f"layer {name!r} has a SubspaceFilter already; remove it first")
+        warn_of_training(root_module)
         self.module, self._name = module, name
         if self.subspaces is not None:
             self._virtual_layer = VirtualLayer(

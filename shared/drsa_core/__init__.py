@@ -13,10 +13,10 @@ from .layer import (
     find_layer,
     lost_relevance,
 )
-from .pair_store import PairStore
+from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
 from .prca import PRCA
-from .provenance import Provenance, ProvenanceWarning, check_provenance
+from .provenance import Provenance, ProvenanceWarning, check_provenance, describe_target, target_order
 from .subspaces import Subspaces
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "MaxRel",
     "NotFittedError",
     "PairStore",
+    "PairWriter",
     "Pairs",
     "Provenance",
     "ProvenanceWarning",
@@ -36,6 +37,7 @@ __all__ = [
     "Subspaces",
     "check_provenance",
     "context_from_relevance",
+    "describe_target",
     "filter_context",
     "filter_relevance",
     "find_layer",
@@ -44,4 +46,5 @@ __all__ = [
     "model_fingerprint",
     "netdissect_subspaces",
     "sample_pairs",
+    "target_order",
 ]

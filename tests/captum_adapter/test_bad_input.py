@@ -53,7 +53,7 @@ def test_layers_that_do_not_belong() -> None:
     with pytest.raises(ValueError, match="give the layer as a module"):
         split(InputXGradient(lambda x: model(x)), "features.4")
     other = DisentangledAttribution(InputXGradient(lambda x: model(x)), conv_net().features[4], subspaces(8))
-    with pytest.raises(ValueError, match="did not reach layer"):
+    with pytest.raises(ValueError, match="was not run in the forward pass"):
         other.attribute(images(), target=1)
 
 
@@ -61,7 +61,7 @@ def test_subspaces_that_do_not_fit() -> None:
     model = conv_net()
     before = model_state(model)
     for method in (InputXGradient, LRP, IntegratedGradients):
-        with pytest.raises(ValueError, match=r"have 7 features, but the activation .* \(2, 8, 6, 6\)"):
+        with pytest.raises(ValueError, match=r"have D = 7 features, but layer .* \(2, 8, 6, 6\)"):
             split(method(model), n_features=7).attribute(images(), target=1)
     with pytest.raises(TypeError, match=r"must be a drsa_core\.Subspaces"):
         DisentangledAttribution(InputXGradient(model), "features.4", torch.eye(8))  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_subspaces_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("method", [InputXGradient, LRP, IntegratedGradients, ShapleyValueSampling])
 def test_channel_dim_that_is_no_axis(method) -> None:
-    with pytest.raises(ValueError, match=r"channel_dim=4 is no axis .* shape \(2, 8, 6, 6\); use 1 for"):
+    with pytest.raises(ValueError, match=r"channel_dim=4 is not an axis .* shape \(2, 8, 6, 6\); use 1 for"):
         split(method(conv_net()), channel_dim=4).attribute(images(), target=1)
 
 

@@ -80,11 +80,11 @@ def test_store_goes_on_where_it_stopped(tmp_path) -> None:
 
 def test_bad_loaders_and_targets() -> None:
     method = InputXGradient(conv_net())
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="no images"):
         collect(method, "features.4", [], target=1)
     with pytest.raises(TypeError, match="must give tensors"):
         collect(method, "features.4", ["image.jpg"], target=1)
-    with pytest.raises(ValueError, match="one target for all batches"):
+    with pytest.raises(ValueError, match="2 entries, but the loader gave 4 images"):
         collect(method, "features.4", loader(), target=[1, 2])
 
 
@@ -98,9 +98,11 @@ def test_fit_learns_subspaces_with_their_provenance(solver, tmp_path) -> None:
     subspaces = da.subspaces
     assert isinstance(subspaces, Subspaces)
     assert subspaces.n_features == 8
-    expected = {"backend": "captum", "attribution_method": "LRP", "layer": "features.4", "target": 2}
-    assert expected.items() <= subspaces.metadata.items()
-    assert subspaces.metadata["model"] == model_fingerprint(model)
+    made = subspaces.provenance
+    assert made is not None
+    assert (made.backend, made.layer, made.target, made.random_state) == ("captum", "features.4", 2, 0)
+    assert made.method == "LRPContext(default rules)"
+    assert made.model == model_fingerprint(model)
     maps = da.attribute(images(), target=2)
     assert maps.shape == (2, subspaces.n_subspaces, 3, 12, 12)
     subspaces.save(tmp_path / "concepts.safetensors")

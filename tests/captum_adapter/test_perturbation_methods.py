@@ -152,11 +152,12 @@ def test_context_is_the_mean_over_the_permutations(layout: str, dim: int) -> Non
     )
 
 
-@pytest.mark.parametrize(("per_run", "below"), [(None, 3 + 3), (4, 6 + 3)])
+@pytest.mark.parametrize(("per_run", "below"), [(None, 3 + 4), (4, 6 + 4)])
 def test_lower_part_is_shared_in_step_1(per_run: int | None, below: int) -> None:
     """3 permutations of 8 maps: by default 3 runs of the upper part, or 6 runs of 4.
 
-    Three more find a, try whether the lower part can be shared (with 3 activations), and score the empty set.
+    Four more measure what goes around the layer, find a, try
+    whether the lower part can be shared (with 3 activations), and score the empty set.
     """
     model = conv_net()
     rows = {"below": 0, "above": 0}
@@ -164,7 +165,7 @@ def test_lower_part_is_shared_in_step_1(per_run: int | None, below: int) -> None
     model.classifier.register_forward_hook(lambda _, __, y: rows.update(above=rows["above"] + len(y)))
     context = ShapleyContext(n_samples=3, perturbations_per_eval=per_run)
     DisentangledAttribution(ShapleyValueSampling(model), "features.4", None, context).context(images(1), 1)
-    assert rows == {"below": below, "above": 3 * 8 + 1 + 3 + 1}
+    assert rows == {"below": below, "above": 3 * 8 + 1 + 1 + 3 + 1}
 
 
 def test_contexts_of_maps_that_cancel_are_warned_about() -> None:

@@ -171,7 +171,6 @@ def test_the_order_of_targets_has_a_digest() -> None:
     ("changes", "named"),
     [
         ({"layer": "b"}, "layer: 'a' there, 'b' here"),
-        ({"backend": "captum"}, "backend"),
         ({"method": "LRP"}, "method"),
         ({"channel_dim": -1}, "channel_dim: 1 there, -1 here"),
         ({"target": 4}, "target: 3 there, 4 here"),

@@ -59,7 +59,8 @@ def gradients_at_cut(
     **options: Any,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Gradient at the layer, and those at the inputs by paths around the layer, None where there are none."""
-    gradient, around = None, ()
+    gradient: Tensor | None = None
+    around: list[Tensor | None] = []
     if outputs.requires_grad:
         gradient, *around = torch.autograd.grad(
             outputs, (activation, *inputs), grad_outputs, allow_unused=True, **options

@@ -13,12 +13,14 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from types import CodeType, FrameType, FunctionType
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .losses import warn_of_training
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -29,7 +31,9 @@ _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
 
 
-def guarded(model: nn.Module | None, work: Callable[[], _T], also: Iterable[object] = ()) -> _T:
+def guarded(
+    model: nn.Module, work: Callable[[], _T], also: Iterable[object] = (), is_whole: bool = True
+) -> _T:
     """Return `work()`; the model is afterwards as it was before, whatever happens.
 
     A function rather than a context manager: an interrupt between a block and its `__exit__` would skip the
@@ -37,15 +41,18 @@ def guarded(model: nn.Module | None, work: Callable[[], _T], also: Iterable[obje
 
     Parameters
     ----------
-    model : module or None
-        None for a forward function whose modules are not known: they are noted as they run.
+    model : module
+        The model, or the part of it that is known.
     work : function
         What to do. It runs outside of inference mode, and without PyTorch's fused attention, which would
         leave out the hooks on the modules inside.
     also : iterable of objects
         Objects outside the tree of modules whose attributes are to be kept, such as Captum's rules.
+    is_whole : bool
+        Whether `model` is all that runs. If not (a forward function that is no module), further modules are
+        noted as they run.
     """
-    guard = Guard(model, also)
+    guard = Guard(model, also, is_whole)
     try:
         try:
             guard.begin()
@@ -65,12 +72,12 @@ class Guard:
 
     Parameters
     ----------
-    model, also
+    model, also, is_whole
         As in `guarded`.
     """
 
-    def __init__(self, model: nn.Module | None, also: Iterable[object] = ()) -> None:
-        self._model, self._also = model, tuple(also)
+    def __init__(self, model: nn.Module, also: Iterable[object] = (), is_whole: bool = True) -> None:
+        self._model, self._also, self._is_whole = model, tuple(also), is_whole
         self._interrupts = _Interrupts()
         self._lock: Any = None
         self._state: ModelState | None = None
@@ -85,10 +92,9 @@ class Guard:
     def begin(self) -> None:
         """Note the state of the model. Waits if another thread works on it."""
         self._interrupts.install()
-        if self._model is not None:
-            self._acquire(_lock_of(self._model))
+        self._acquire(_lock_of(self._model))
         self._state = state = ModelState(self._model, self._also)
-        if self._model is None:
+        if not self._is_whole:
             self._watch = register_module_forward_pre_hook(_watching(state))
         self._fused_attention = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -135,7 +141,7 @@ def uninterrupted(method: Callable[_P, _T]) -> Callable[_P, _T]:
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return method(*args, **kwargs)
 
-    _UNINTERRUPTED.add(wrapper.__code__)
+    _UNINTERRUPTED.add(cast(FunctionType, wrapper).__code__)
     return wrapper
 
 
@@ -197,16 +203,16 @@ class ModelState:
     old values alone. Buffers are copied, since batch norms in training mode write to them.
     """
 
-    def __init__(self, model: nn.Module | None, also: Iterable[object] = ()) -> None:
+    def __init__(self, model: nn.Module, also: Iterable[object] = ()) -> None:
         self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, dict[Any, Any]]]] = {}
         self._parameters: dict[nn.Parameter, tuple[Tensor, bool]] = {}
         self._buffers: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._objects = [(vars(thing), dict(vars(thing))) for thing in also]
-        if model is not None:
-            self.add(model)
+        self.add(model)
 
-    def add(self, model: nn.Module) -> None:
-        """Take in the modules of another model, as they are now."""
+    def add(self, model: nn.Module) -> bool:
+        """Take in the modules of another model, as they are now; says whether there was a new one."""
+        n_known = len(self._modules)
         for module in model.modules():
             if module in self._modules:
                 continue
@@ -219,6 +225,7 @@ class ModelState:
                 if buffer is not None and buffer not in self._buffers:
                     self._buffers[buffer] = buffer.data, buffer.detach().clone()
             self._modules[module] = values, contents
+        return len(self._modules) > n_known
 
     def run_eagerly(self) -> None:
         """Switch `model.compile()` off: a compiled graph does not know the hooks that are about to come."""
@@ -264,8 +271,9 @@ def _watching(state: ModelState) -> Callable[[nn.Module, Any], None]:
     thread = threading.get_ident()
 
     def note(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread:  # the hook is global, but other threads' models are not ours
-            state.add(module)
+        # The hook is global, but other threads' models are not ours.
+        if threading.get_ident() == thread and state.add(module):
+            warn_of_training(module)
 
     return note
 

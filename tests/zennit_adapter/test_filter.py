@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from drsa_core import Subspaces
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.composites import EpsilonPlus, GuidedBackprop, LayerMapComposite
-from zennit.core import Composite, Hook
+from zennit.core import Composite
 from zennit.rules import Epsilon, Pass
 from zennit.types import Linear
 
 from tests.model_state import model_state
-from tests.zennit.models import small_input, small_model, subspaces
-from zennit_drsa import DisentangledComposite, RelevanceLossWarning, SubspaceFilter, VirtualLayer
+from tests.zennit_adapter.models import slot_at, small_input, small_model, subspaces
+from zennit_drsa import (
+    DisentangledAttributor,
+    DisentangledComposite,
+    RelevanceLossWarning,
+    SubspaceFilter,
+)
 
 
 def literal_filter(a: Tensor, r: Tensor, u: Tensor) -> Tensor:
@@ -34,18 +37,15 @@ def literal_filter(a: Tensor, r: Tensor, u: Tensor) -> Tensor:
     return result
 
 
-def relevance_at(model: nn.Module, composite: Composite | None, layer: str, input: Tensor):
+def relevance_at(
+    model: nn.Module, composite: Composite, unfiltered: Composite | None, layer: str, input: Tensor
+):
     """Activation, and gradient slot before and after the filter, at `layer`."""
-    seen: dict[str, Tensor] = {}
-    with composite.context(model) if composite is not None else torch.enable_grad():
-        virtual: Any = next(m for m in model.modules() if isinstance(m, VirtualLayer))
-        virtual.recording = True
-        output = model(input.clone().requires_grad_())
-        seen["a"] = virtual.activation.detach()
-        virtual.activation.register_hook(lambda g: seen.__setitem__("after", g))
-        virtual.output.register_hook(lambda g: seen.__setitem__("before", g))
-        output[:, 1].sum().backward(inputs=[virtual.activation])
-    return seen
+    start = torch.zeros(len(input), 5, dtype=input.dtype)
+    start[:, 1] = 1
+    a, after = slot_at(model, composite, layer, input, start)
+    _, before = slot_at(model, unfiltered, layer, input, start)
+    return {"a": a, "before": before, "after": after}
 
 
 @pytest.mark.parametrize("layer", ["act", "relu", "middle", "stem", "pool"])
@@ -55,7 +55,7 @@ def test_relevance_is_filtered_by_the_formula_and_the_forward_pass_is_untouched(
     composite = EpsilonPlus(canonizers=[SubspaceFilter(layer, blocks, 1)])
     with composite.context(model):
         assert torch.equal(model(input), expected_output)
-    seen = relevance_at(model, composite, layer, input)
+    seen = relevance_at(model, composite, EpsilonPlus(), layer, input)
     expected = literal_filter(seen["a"], seen["before"], blocks.blocks[1])
     torch.testing.assert_close(seen["after"], expected)
     assert seen["after"].abs().max() > 0
@@ -64,7 +64,7 @@ def test_relevance_is_filtered_by_the_formula_and_the_forward_pass_is_untouched(
 @pytest.mark.parametrize("composite", [None, GuidedBackprop()])
 def test_gradients_are_projected(composite):
     model, input, blocks = small_model(), small_input(), subspaces(6)
-    seen = relevance_at(model, DisentangledComposite(composite, "act", blocks, 2), "act", input)
+    seen = relevance_at(model, DisentangledComposite(composite, "act", blocks, 2), composite, "act", input)
     u = blocks.blocks[2]
     expected = torch.einsum("ij,njyx->niyx", u @ u.T, seen["before"])
     torch.testing.assert_close(seen["after"], expected)
@@ -72,7 +72,8 @@ def test_gradients_are_projected(composite):
 
 def test_slot_can_be_set_by_hand():
     model, input, blocks = small_model(), small_input(), subspaces(6)
-    seen = relevance_at(model, DisentangledComposite(None, "act", blocks, 2, slot="relevance"), "act", input)
+    composite = DisentangledComposite(None, "act", blocks, 2, slot="relevance")
+    seen = relevance_at(model, composite, None, "act", input)
     expected = literal_filter(seen["a"], seen["before"], blocks.blocks[2])
     torch.testing.assert_close(seen["after"], expected)
 
@@ -120,36 +121,61 @@ def test_filters_at_two_layers_compose():
     assert model_state(model) == before
 
 
-def test_rules_on_the_layer_cover_the_layer_alone_and_a_rule_fits_on_the_virtual_layer():
-    class Doubling(Hook):  # type: ignore[misc]
-        def backward(self, module, grad_input, grad_output):
-            return (2 * grad_input[0],)
-
+def test_rules_on_the_layer_cover_the_layer_alone():
     model, input, blocks = small_model(), small_input(), subspaces(6)
     target = torch.ones(2, 5)
     rules = [(nn.ReLU, Pass()), (Linear, Epsilon())]
     filters = [SubspaceFilter("act", blocks, 0)]
     plain = Gradient(model, LayerMapComposite(rules, canonizers=filters))(input, target)[1]
-    doubled = LayerMapComposite([*rules, (VirtualLayer, Doubling())], canonizers=filters)
-    torch.testing.assert_close(Gradient(model, doubled)(input, target)[1], 2 * plain)
     # Pass on the ReLU would jump over a filter that ran inside the ReLU.
     whole = Gradient(model, LayerMapComposite(rules))(input, target)[1]
     assert (plain - whole).abs().max() > 1e-3 * whole.abs().max()
 
 
-def test_the_virtual_layer_has_a_name_and_adds_nothing_to_the_state_dict():
+def test_nothing_is_added_to_the_modules():
     model = small_model()
-    keys = list(model.state_dict())
+    names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
     composite = DisentangledComposite(EpsilonPlus(), "stem.2", subspaces(6))
     with composite.context(model):
-        assert isinstance(dict(model.named_modules())["stem.2.virtual_layer"], VirtualLayer)
+        assert [name for name, _ in model.named_modules()] == names
         assert list(model.state_dict()) == keys
+
+
+class AddsItsInput(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class SumOfChildren(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([child(x) for child in self.children()]).sum(0)
+
+
+@pytest.mark.parametrize("block", [AddsItsInput(nn.Conv2d(6, 6, 1), nn.ReLU()), SumOfChildren()])
+def test_layers_whose_forward_goes_through_their_children(block):
+    """A module added to such a layer would run in the wrong place, and change the output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), block, nn.Flatten(), nn.Linear(6 * 16, 5)).double().eval()
+    input, blocks = torch.randn(2, 3, 4, 4, dtype=torch.float64), subspaces(6)
+    expected, target = model(input), torch.ones(2, 5, dtype=torch.float64)
+    composites = [DisentangledComposite(None, "1", blocks, k) for k in range(3)]
+    outputs, maps = zip(*(Gradient(model, c)(input, target) for c in composites), strict=True)
+    assert all(torch.equal(output, expected) for output in outputs)
+    whole = Gradient(model)(input, target)[1]
+    torch.testing.assert_close(sum(maps), whole)
+    output, joint = DisentangledAttributor(Gradient(model), "1", blocks)(input, target)
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(joint, torch.stack(maps, dim=1))
 
 
 def test_a_layer_whose_in_place_successor_overwrites_its_output():
     """`inner` and `middle` are followed by in-place operations; without a rule there nothing copies."""
     model, input, blocks = small_model(), small_input(), subspaces(6)
-    seen = relevance_at(model, DisentangledComposite(None, "middle", blocks, 0), "middle", input)
+    seen = relevance_at(model, DisentangledComposite(None, "middle", blocks, 0), None, "middle", input)
     assert (seen["a"] < 0).any()  # the values before the ReLU
 
 
@@ -227,7 +253,7 @@ def test_non_orthogonal_concepts_use_the_dual():
     model, input = small_model(), small_input()
     basis = torch.randn(6, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     blocks = Subspaces(basis, [2, 4], dual=torch.linalg.inv(basis).T)
-    seen = relevance_at(model, DisentangledComposite(None, "act", blocks, 1), "act", input)
+    seen = relevance_at(model, DisentangledComposite(None, "act", blocks, 1), None, "act", input)
     dual = blocks.dual_blocks[1]
     expected = torch.einsum("ij,njyx->niyx", blocks.blocks[1] @ dual.T, seen["before"])
     torch.testing.assert_close(seen["after"], expected)

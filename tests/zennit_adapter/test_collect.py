@@ -11,9 +11,9 @@ from torch import nn
 from zennit.composites import EpsilonPlus
 
 from tests.closeness import assert_same
-from tests.zennit.models import small_input, small_model, subspaces
-from tests.zennit.test_attributor import lower, upper
-from zennit_drsa import DisentangledComposite, collect
+from tests.zennit_adapter.models import slot_at, small_input, small_model
+from tests.zennit_adapter.test_attributor import lower, upper
+from zennit_drsa import collect
 
 
 def test_contexts_without_a_composite_are_gradients():
@@ -29,13 +29,8 @@ def test_contexts_without_a_composite_are_gradients():
 def test_contexts_with_a_composite_are_relevance_over_activation():
     model, input = small_model(), small_input(3)
     a, c = collect(model, EpsilonPlus(), "pool", [input], 2, positions=None, progress=False)
-    measure: Any = DisentangledComposite(EpsilonPlus(), "pool", subspaces(6))
-    with measure.context(model):
-        measure.virtual_layer.recording = True
-        out = model(input.clone().requires_grad_())
-        seed = torch.eye(5, dtype=torch.float64)[2] * out.detach()
-        activation = measure.virtual_layer.activation.detach()
-        (r,) = torch.autograd.grad(out, measure.virtual_layer.output, seed)
+    one_hot = torch.eye(5, dtype=torch.float64)[2]
+    activation, r = slot_at(model, EpsilonPlus(), "pool", input, lambda output: one_hot * output.detach())
     torch.testing.assert_close(c, context_from_relevance(activation, r).movedim(1, -1).reshape(-1, 6))
     torch.testing.assert_close((a * c).sum(), r.sum())
 
@@ -51,7 +46,7 @@ def test_one_backward_pass_per_batch_that_stops_at_the_layer(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
     collect(model, None, "pool", [small_input(), small_input()], 0, progress=False)
-    assert len(passes) == 2
+    assert len(passes) == 4  # for each batch one at the output, where it starts, and one down to the layer
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -61,10 +56,10 @@ def test_targets_and_images():
     batches = [(input[:2], labels[:2]), (input[2:], labels[2:])]
     kwargs: dict[str, Any] = {"positions": 4, "random_state": 3, "progress": False}
     by_tensor = collect(model, EpsilonPlus(), "pool", batches, labels, **kwargs)
-    by_function = collect(model, EpsilonPlus(), "pool", batches, lambda batch: batch[1], **kwargs)
+    by_label = collect(model, EpsilonPlus(), "pool", batches, "label", **kwargs)
     by_list = collect(model, EpsilonPlus(), "pool", batches, labels.tolist(), **kwargs)
     assert by_tensor.image.tolist() == [i for i in range(5) for _ in range(4)]
-    for other in (by_function, by_list):
+    for other in (by_label, by_list):
         assert_same(by_tensor.a, other.a)
         assert_same(by_tensor.c, other.c)
     by_index = collect(model, EpsilonPlus(), "pool", batches, 2, **kwargs)
@@ -102,8 +97,10 @@ def test_an_interrupted_collection_goes_on(tmp_path):
 
 
 def test_progress_bar(capsys):
-    collect(small_model(), None, "pool", [small_input()], 0)
-    assert "collect" in capsys.readouterr().err
+    collect(small_model(), None, "pool", [small_input()], 0, progress=True)
+    assert "collecting pairs" in capsys.readouterr().err
+    collect(small_model(), None, "pool", [small_input()], 0)  # not on a terminal
+    assert not capsys.readouterr().err
 
 
 def test_bad_input():
@@ -112,15 +109,15 @@ def test_bad_input():
     def run(loader, target):
         return collect(model, None, "pool", loader, target, progress=False)
 
-    with pytest.raises(ValueError, match="gave no batches"):
+    with pytest.raises(ValueError, match="gave no images"):
         run([], 0)
-    with pytest.raises(ValueError, match=r"shape \(2, 5\), the targets are \[5\]"):
+    with pytest.raises(ValueError, match=r"target 5 does not fit the model\'s output of shape \(2, 5\)"):
         run([input], 5)
-    with pytest.raises(ValueError, match="one index for each of the 2 images"):
+    with pytest.raises(ValueError, match="1 entries, but the loader gave 2 images"):
         run([input], torch.tensor([1]))
     with pytest.raises(ValueError, match="3 entries, but the loader gave 2 images"):
         run([input], torch.tensor([1, 2, 3]))
-    with pytest.raises(TypeError, match="made of integers"):
+    with pytest.raises(TypeError, match="target must be an int, one int for each image"):
         run([input], 0.5)
     with pytest.raises(TypeError, match="loader must give tensors"):
         run([{"x": input}], 0)
@@ -129,5 +126,5 @@ def test_bad_input():
     with pytest.raises(ValueError, match="did you mean 'pool'"):
         collect(model, None, "pol", [input], 0, progress=False)
     spatial = nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)).double()
-    with pytest.raises(ValueError, match="between 0 and the number of outputs"):
+    with pytest.raises(ValueError, match="does not fit the model's output of shape"):
         collect(spatial, None, "0", [input], 0, progress=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from drsa_core import RandomSubspaces, Subspaces
 from torch import Tensor, nn
 from torchvision.models import resnet18, vgg11, vgg11_bn
+from zennit.core import Composite
 
 
 def subspaces(n_features: int, n_subspaces: int = 3, dims: list[int] | None = None) -> Subspaces:
@@ -70,3 +74,28 @@ def torchvision_model(name: str) -> nn.Module:
             nn.Linear(512 * 49, 32), nn.ReLU(True), nn.Dropout(), nn.Linear(32, 10)
         )
     return randomise_batch_norm(model).eval()
+
+
+def slot_at(
+    model: nn.Module, composite: Composite | None, layer: str, input: Tensor, start: Any
+) -> tuple[Tensor, Tensor]:
+    """Activation at a layer, and what the gradient slot holds below every hook of the composite on it.
+
+    `start` is a tensor, or a function of the output.
+    """
+    kept: list[Tensor] = []
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        kept.append(output)
+
+    # Before the composite: its hooks, the filter's among them, come after this one.
+    handle = model.get_submodule(layer).register_forward_hook(hook)
+    try:
+        with nullcontext() if composite is None else composite.context(model):
+            output = model(input.clone().requires_grad_())
+            activation = kept[0].detach().clone()
+            start = start(output) if callable(start) else start
+            (slot,) = torch.autograd.grad(output, kept[0], start)
+    finally:
+        handle.remove()
+    return activation, slot

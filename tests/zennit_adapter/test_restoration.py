@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
+from drsa_core.layer import BackwardPass, Cut
 from torch import nn
 from zennit.attribution import Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.canonizers import Canonizer, SequentialMergeBatchNorm
@@ -15,8 +17,8 @@ from zennit.torchvision import ResNetCanonizer
 
 import zennit_drsa.attributor
 from tests.model_state import model_state
-from tests.zennit.models import small_input, small_model, subspaces, torchvision_model
-from zennit_drsa import DisentangledAttributor, SubspaceFilter, VGGGamma, VirtualLayer, collect
+from tests.zennit_adapter.models import small_input, small_model, subspaces, torchvision_model
+from zennit_drsa import DisentangledAttributor, SubspaceFilter, VGGGamma, collect
 
 TARGET = torch.eye(5, dtype=torch.float64)[[1, 4]]
 
@@ -60,7 +62,7 @@ def test_faults_at_every_stage(monkeypatch, stage, error):
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before = model_state(model)
     composite = gamma(Failing(error)) if stage == "canonizer" else gamma()
-    attr_output: object = TARGET
+    attr_output: Any = TARGET
     calls = {"n": 0}
 
     def fail(*args, **kwargs):
@@ -74,21 +76,21 @@ def test_faults_at_every_stage(monkeypatch, stage, error):
         return wrapper
 
     if stage == "filter":
-        monkeypatch.setattr(zennit_drsa.filter, "_warn_of_training", fail)
+        monkeypatch.setattr(zennit_drsa.attributor, "warn_of_training", fail)
     elif stage == "rules":
         composite.module_map = fail_after(5, composite.module_map)
     elif stage == "forward":
-        monkeypatch.setattr(VirtualLayer, "forward", fail)
+        monkeypatch.setattr(Cut, "__call__", fail)
     elif stage == "attr_output":
         attr_output = fail
     elif stage == "above":  # in the rule of the head
         monkeypatch.setattr(BasicHook, "_default_modifier", fail)
         composite.layer_map.insert(0, ((nn.Linear,), BasicHook(reducer=fail)))
     elif stage == "parts":
-        monkeypatch.setattr(zennit_drsa.attributor, "filter_context", fail)
+        monkeypatch.setattr(BackwardPass, "cotangents", fail)
     elif stage in ("below", "last_concept"):
-        function = zennit_drsa.sharing._vjp
-        monkeypatch.setattr(zennit_drsa.sharing, "_vjp", fail_after(0 if stage == "below" else 5, function))
+        function = zennit_drsa.passes._vjp
+        monkeypatch.setattr(zennit_drsa.passes, "_vjp", fail_after(0 if stage == "below" else 5, function))
     elif stage == "result":
         monkeypatch.setattr(zennit_drsa.attributor, "check_finite", fail)
     run = DisentangledAttributor(Gradient(model, composite), "pool", subspaces(6))

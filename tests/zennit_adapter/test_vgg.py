@@ -13,7 +13,7 @@ from zennit.core import Hook
 from zennit.rules import Epsilon, Gamma, Pass, ZBox
 
 from tests.model_state import model_state
-from tests.zennit.models import torchvision_model
+from tests.zennit_adapter.models import torchvision_model
 from zennit_drsa import VGGGamma
 from zennit_drsa.vgg import PixelBox, PositiveGamma, ZeroRule
 
