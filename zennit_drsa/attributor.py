@@ -196,7 +196,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         def pair(input: Tensor) -> tuple[Tensor, Tensor]:
             start = start_of_target(target, holds_relevance(self.model, self.slot))
             _, activation, context = self._context(input, start, target)
-            check_finite(context, self.model, input, start)
+            for found in (activation, context):
+                check_finite(found, self.model, input, start)
             return activation, context
 
         return self._registered(pair, input)

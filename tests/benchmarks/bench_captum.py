@@ -25,13 +25,13 @@ from captum.attr import (
     ShapleyValueSampling,
 )
 from drsa_core import RandomSubspaces, Subspaces
+from drsa_core.layer import ContextMethod
 from measures import operations, peak_memory, print_peak_memory, seconds_in_turn
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models import VGG, vgg16
 
 from captum_drsa import DisentangledAttribution, ShapleyContext, patch_mask
-from captum_drsa.context import ContextMethod
 
 LAYER = "features.22"
 TARGET = 430

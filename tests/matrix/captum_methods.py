@@ -107,7 +107,7 @@ def _seeded(answer: Answer) -> Answer:
     return from_the_seed
 
 
-_captum_path = reference.path_context(reference.gauss_legendre(CONTEXT_STEPS))
+_captum_path = reference.path_context(reference.exact_gauss_legendre(CONTEXT_STEPS))
 
 
 _ig_context = IntegratedGradientsContext(n_steps=CONTEXT_STEPS)

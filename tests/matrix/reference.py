@@ -248,6 +248,12 @@ def gauss_legendre(n: int) -> list[tuple[float, float]]:
     return [(float(t), float(np.float32(w))) for t, w in zip((nodes + 1) / 2, weights / 2, strict=True)]
 
 
+def exact_gauss_legendre(n: int) -> list[tuple[float, float]]:
+    """Gauss and Legendre's nodes and weights on [0, 1] in double precision: those of path contexts."""
+    nodes, weights = np.polynomial.legendre.leggauss(n)
+    return [(float(t + 1) / 2, float(w) / 2) for t, w in zip(nodes, weights, strict=True)]
+
+
 def right_ends(n: int) -> list[tuple[float, float]]:
     """Right Riemann sum on [0, 1], its nodes in float32 as Zennit keeps them."""
     return [(float(t), 1 / n) for t in torch.linspace(1 / n, 1, n)]

@@ -153,7 +153,7 @@ def test_pairs_are_activations_and_contexts(backend: str, network: str, n: int) 
             channel_dim=p.channel_dim,
         )
         pairs = wrapper.collect(loader, 1, positions=None)
-        nodes = reference.gauss_legendre(CONTEXT_STEPS)
+        nodes = reference.exact_gauss_legendre(CONTEXT_STEPS)
         context = reference.path_context(nodes) if of_path else reference.gradient_context
         expected_a, expected_c = _expected_pairs(case, context)
     else:

@@ -129,7 +129,7 @@ def _at(p: Problem, x: Tensor) -> Problem:
     return Problem(p.lower, p.upper, x, p.target, p.subspaces, p.channel_dim)
 
 
-_zennit_path = reference.path_context(reference.right_ends(CONTEXT_STEPS))
+_zennit_path = reference.path_context(reference.exact_gauss_legendre(CONTEXT_STEPS))
 
 
 # Zennit's BetaSmooth reads the input of a ReLU after an in-place ReLU has overwritten it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,18 +61,19 @@ def gradients_at_cut(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Gradient at the layer, and those at the inputs by paths around the layer, None where there are none."""
     gradient: Tensor | None = None
-    around: list[Tensor | None] = []
+    around: tuple[Tensor | None, ...] = ()
     if outputs.requires_grad:
-        gradient, *around = torch.autograd.grad(
+        found: Sequence[Tensor | None] = torch.autograd.grad(
             outputs, (activation, *inputs), grad_outputs, allow_unused=True, **options
         )
+        gradient, around = found[0], tuple(found[1:])
     if gradient is None:
         raise ValueError(
             f"no gradient flows from the explained score to layer {layer_name!r}: the score does not depend "
             "on that layer, or the model detaches it (torch.no_grad, .detach(), argmax). Choose another "
             "layer or target"
         )
-    return gradient, tuple(around)
+    return gradient, around
 
 
 def gradients_at_inputs(
