@@ -2,7 +2,7 @@
 
 In the order of the data flow: `networks` (a network by name, with preprocessing and rules; `weights` says
 where models come from), `images` (folders of photographs; `photographs` that come with packages), `backends`
-(LRP, Gradient × Input, Integrated Gradients, Shapley values behind one interface), `methods` (what is fitted,
+(LRP, Gradient × Input, Integrated Gradients, Shapley values behind one interface), `jobs` (what is fitted,
 and what is read from it), `experiment` (collects, fits, explains and evaluates; an interrupted run goes on),
 `results`, `tables`, `figures`, and `benchmark`, which runs the paper's plan.
 """

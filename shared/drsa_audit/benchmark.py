@@ -12,7 +12,7 @@ from .backends import SAMPLES, make_backend
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
 from .images import ClassImages, find_classes
-from .methods import SINGLE, Job, labelled_job, learned_job, random_job, single_job
+from .jobs import SINGLE, Job, labelled_job, learned_job, random_job, single_job
 from .networks import Network, load_network, with_upper_gamma
 from .tables import write_tables
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .backends import Backend, make_backend
 from .images import ClassImages, load_images
-from .methods import Job, Reading
+from .jobs import Job, Reading
 from .networks import Network
 
 Record: TypeAlias = dict[str, Any]

@@ -12,7 +12,7 @@ pytest.importorskip("captum")
 pytest.importorskip("zennit")
 from captum.attr import IntegratedGradients
 from drsa_audit import Evaluation, Experiment, Network, find_classes, make_backend, relevance_at
-from drsa_audit.methods import learned_job
+from drsa_audit.jobs import learned_job
 from drsa_core import Pairs, PairStore, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
 from zennit.composites import EpsilonPlus

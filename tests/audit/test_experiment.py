@@ -18,7 +18,7 @@ pytest.importorskip("timm")
 pytest.importorskip("cv2")
 pytest.importorskip("matplotlib")
 from drsa_audit import Evaluation, Experiment, Network, OutOfTime, draw_figures, find_classes, write_tables
-from drsa_audit.methods import learned_job, random_job, single_job
+from drsa_audit.jobs import learned_job, random_job, single_job
 
 from .photos import random_photos
 
