@@ -96,10 +96,9 @@ def main() -> None:
     print(f"{len(names)} classes, {len(x)} images to learn from, {len(other)} to look at")
 
     # Learn the concepts of all classes together, each image being explained for its own class.
-    batches = list(zip(x.split(16), labels.split(16), strict=True))
     solver = DRSA(options.concepts, random_state=options.seed, progress=True)
     attributor = DisentangledAttributor(Gradient(network.model, network.composite()), options.layer)
-    attributor.fit(batches, "label", solver, random_state=options.seed)
+    attributor.fit(x.split(16), labels, solver, random_state=options.seed)
     parts = zip(other.split(16), other_labels.split(16), strict=True)
     relevance = torch.cat(
         [
