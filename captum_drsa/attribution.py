@@ -377,7 +377,8 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             args = additional_forward_args
         else:
             args = (additional_forward_args,)
-        tensors = tuple(x.detach().clone() if x.is_inference() else x for x in tensors)
+        with torch.inference_mode(False):  # a copy made outside of it can be differentiated
+            tensors = tuple(x.clone() if x.is_inference() else x for x in tensors)
         return Request(
             self._forward,
             self.layer,

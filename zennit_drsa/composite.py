@@ -51,14 +51,16 @@ class GuardedComposite(Composite):  # type: ignore[misc]
                 f"another Zennit composite is registered to this {type(module).__name__}, and the rules of "
                 "both would apply; leave its context first"
             )
-        guard = self._guard = Guard(module)
+        guard = Guard(module)
         try:
             guard.begin()
-            super().register(module)
+            super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
         except BaseException:
+            self._guard = guard
             self.remove()
             raise
+        self._guard = guard
         if guard.was_interrupted:
             self.remove()
 
