@@ -120,7 +120,8 @@ def test_subspaces_used_as_they_were_learned_are_not(backend, tmp_path) -> None:
 
 def test_both_adapters_collect_the_same_pairs() -> None:
     """Gradient × Input: the same contexts, and positions by seed and image alone."""
-    model, options = network(), {"positions": 3, "random_state": 7}
+    model = network()
+    options: dict[str, Any] = {"positions": 3, "random_state": 7}
     zennit = zennit_drsa.collect(model, None, "1", [images()], 2, **options)
     captum = captum_drsa.collect(InputXGradient(model), "1", [images()[:1], images()[1:]], 2, **options)
     torch.testing.assert_close(zennit.a, captum.a)

@@ -4,6 +4,7 @@ from .baselines import DSA, PCA, MaxRel, RandomSubspaces
 from .concepts import ibd_subspaces, netdissect_subspaces
 from .drsa import DRSA, ConvergenceWarning
 from .estimator import NotFittedError
+from .explanation import Certificate, Explanation, Losses
 from .fingerprint import model_fingerprint
 from .layer import (
     RelevanceLossWarning,
@@ -24,7 +25,10 @@ __all__ = [
     "DSA",
     "PCA",
     "PRCA",
+    "Certificate",
     "ConvergenceWarning",
+    "Explanation",
+    "Losses",
     "MaxRel",
     "NotFittedError",
     "PairStore",

@@ -326,7 +326,8 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_targets_of_their_own_for_each_image() -> None:
-    method, options = InputXGradient(conv_net()), {"positions": 3, "random_state": 0}
+    method = InputXGradient(conv_net())
+    options: dict[str, Any] = {"positions": 3, "random_state": 0}
     labels = collect(method, "features.4", [(images(), torch.tensor([1, 2]))], "label", **options)
     listed = collect(method, "features.4", [images()], [1, 2], **options)
     one = collect(method, "features.4", [images()], 1, **options)

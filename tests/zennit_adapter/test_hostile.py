@@ -70,7 +70,7 @@ def test_integrated_gradients_run_the_lower_part_once_for_many_steps() -> None:
     model.stem[0].register_forward_hook(lambda *_: runs.append(1))
     run = DisentangledAttributor(IntegratedGradients(model, n_iter=20), "pool", subspaces(6), tolerance=1)
     run(input, TARGET[:1])
-    # 20 for step 2; the rest: compared outputs, the pass to the layer twice, a trial, the path in one batch.
+    # 20 for step 2; the rest: two compared outputs, the pass to the layer twice, a trial, the path at once.
     assert len(runs) == 20 + 6
 
 
@@ -133,7 +133,7 @@ def test_concepts_that_are_no_index(concept) -> None:
 
 
 def test_inputs_that_cannot_be_explained() -> None:
-    run = DisentangledAttributor(Gradient(small_model()), "pool", subspaces(6))
+    run: Any = DisentangledAttributor(Gradient(small_model()), "pool", subspaces(6))
     for call in (run, run.concept_relevance):
         with pytest.raises(TypeError, match="must be a tensor, got ndarray"):
             call(small_input().numpy(), TARGET)
@@ -141,10 +141,10 @@ def test_inputs_that_cannot_be_explained() -> None:
             call(small_input().long(), TARGET)
         with pytest.raises(ValueError, match="at least one example"):
             call(small_input()[:0], TARGET[:0])
-        with pytest.raises(TypeError, match=r"attr_output must be a tensor .* got int"):
-            call(small_input(), 1)
         with pytest.raises(ValueError, match=r"have the output's shape \(2, 5\), got \(5,\)"):
             call(small_input(), TARGET[0])
+    with pytest.raises(TypeError, match=r"attr_output must be a tensor .* got int"):
+        run(small_input(), 1)
     with pytest.raises(TypeError, match=r"got one tensor of shape .* pass \[x\]"):
         run.fit(small_input(), 1)
     unfitted = DisentangledAttributor(Gradient(small_model()), "pool")
