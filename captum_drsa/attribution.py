@@ -187,14 +187,17 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         args = kwargs.pop("additional_forward_args", None)
         self._check_use(target, stacklevel=4)
 
-        def work(request: Request) -> tuple[_Steps, Tensor, float | None, Tensor | None]:
+        def by_concept(request: Request) -> tuple[_Steps, Tensor, float | None]:
             with torch.no_grad():
                 score = request.select(request.forward(*copies(request.inputs), *request.args))
             around = measure_bypass(request)
-            steps = self._both_steps(request, kwargs)
-            return steps, score, around, self._whole(request, kwargs) if whole else None
+            return self._both_steps(request, dict(kwargs)), score, around
 
-        steps, score, around, by_itself = self._guarded(work, inputs, target, args)
+        steps, score, around = self._guarded(by_concept, inputs, target, args)
+        # On its own: Captum's LRP leaves its rules on the model until the guard is left.
+        by_itself = None
+        if whole:
+            by_itself = self._guarded(lambda r: self._whole(r, kwargs), inputs, target, args)
         return Explanation(
             maps=steps.maps[0],
             whole=by_itself,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -121,7 +121,8 @@ def test_additional_arguments_that_mix_examples_are_named() -> None:
 
 @pytest.mark.parametrize("n_arguments", [1, 2, 3])
 def test_custom_attribution_functions_get_the_shapes_of_captum(n_arguments: int) -> None:
-    model, x, baseline, seen = conv_net(), images(), torch.zeros(2, 3, 12, 12), []
+    model, x, baseline = conv_net(), images(), torch.zeros(2, 3, 12, 12)
+    seen: list[tuple[int, ...]] = []
 
     def note(*parts: tuple[Tensor, ...]) -> None:
         seen.extend(tuple(tensor.shape) for part in parts for tensor in part)
@@ -187,7 +188,7 @@ def test_layers_that_are_bypassed_are_warned_about() -> None:
             return x + self.inner(x)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), Block(), nn.Flatten(), nn.Linear(4 * 144, 5)).eval()
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 1), Block(), nn.Flatten(), nn.Linear(4 * 144, 5)).eval()
     x, split = images(), Subspaces(torch.eye(4), [2, 2])
     for method in (InputXGradient, IntegratedGradients, DeepLift, FeatureAblation, GradientShap):
         options: dict[str, Any] = {"baselines": x * 0} if method is GradientShap else {}
@@ -311,14 +312,8 @@ def test_a_model_of_a_fixed_batch_size_says_what_to_do() -> None:
 def test_numbers_of_numpy() -> None:
     model = conv_net()
     plain = collect(InputXGradient(model), "features.4", [images()], 1, positions=3, random_state=3)
-    numpy = collect(
-        InputXGradient(model),
-        "features.4",
-        [images()],
-        np.int64(1),
-        positions=np.int64(3),
-        random_state=np.int64(3),
-    )
+    one, three = cast(Any, np.int64(1)), cast(Any, np.int64(3))
+    numpy = collect(InputXGradient(model), "features.4", [images()], one, positions=three, random_state=three)
     assert torch.equal(plain.a, numpy.a)
     for targets in (np.array([1, 1, 1]), [1], torch.tensor([1, 0, 2])):
         with pytest.raises(ValueError, match="entries, but the loader gave 2 images"):
@@ -345,7 +340,7 @@ def test_inference_mode(method) -> None:
     da = DisentangledAttribution(
         method(model), "features.4", subspaces(8), None if method is LRP else "gradient"
     )
-    options = {"sliding_window_shapes": (3, 6, 6)} if method is Occlusion else {}
+    options: dict[str, Any] = {"sliding_window_shapes": (3, 6, 6)} if method is Occlusion else {}
     expected = da.attribute(x, target=1, **options)
     with torch.inference_mode():
         assert_same(da.attribute(x.clone(), target=1, **options), expected)

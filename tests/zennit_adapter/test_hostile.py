@@ -129,7 +129,8 @@ def test_concepts_that_are_no_index(concept) -> None:
         SubspaceFilter("pool", subspaces(6), concept)
     with pytest.raises(ValueError, match="block 3 does not exist"):
         SubspaceFilter("pool", subspaces(6), [0, 3])
-    assert SubspaceFilter("pool", subspaces(6), np.int64(1)).concept == 1
+    number: Any = np.int64(1)
+    assert SubspaceFilter("pool", subspaces(6), number).concept == 1
 
 
 def test_inputs_that_cannot_be_explained() -> None:

@@ -153,7 +153,7 @@ def test_zero_rule_with_an_in_place_relu_behind_it_and_two_forward_passes():
     torch.testing.assert_close(second, Gradient(model, zennit)(input, relevance)[1])
 
 
-class OwnResNet(ResNet):
+class OwnResNet(ResNet):  # type: ignore[misc]
     pass
 
 
