@@ -141,11 +141,15 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
 
     @uninterrupted
     def __enter__(self) -> Self:
+        self._look_at_model()
+        super().__enter__()
+        return self
+
+    def _look_at_model(self) -> None:
+        """To be done before the composite is registered."""
         if self.subspaces is not None and self.subspaces.provenance is not None:
             self._fingerprint = model_fingerprint(self.model)  # before canonizers change weights
         warn_of_training(self.model)
-        super().__enter__()
-        return self
 
     @uninterrupted
     def __exit__(self, *error: object) -> None:
@@ -154,7 +158,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
         """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
         _check_input(input)
-        return super().__call__(input, checked_attr_output(attr_output))
+        call, attr_output = super().__call__, checked_attr_output(attr_output)
+        return self._in_context(lambda: call(input, attr_output))
 
     def forward(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
         """As `__call__`, inside of the attributor's context."""
@@ -213,8 +218,8 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         """Pairs (a, c) at random positions of every image of a loader; see `zennit_drsa.collect`."""
         parameter = next(self.model.parameters(), None)
         fingerprint = model_fingerprint(self.model)  # before rules and canonizers are there
-        with self:
-            return collect_pairs(
+        return self._in_context(
+            lambda: collect_pairs(
                 lambda inputs, of_batch: self.context(_single(inputs), of_batch),
                 loader,
                 target,
@@ -229,6 +234,7 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
                 layer=self.layer_name,
                 model=fingerprint,
             )
+        )
 
     def fit(
         self,
@@ -433,10 +439,14 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     def _registered(self, work: Callable[[Tensor], _T], input: Tensor) -> _T:
         """`work(input)` with the composite registered."""
         _check_input(input)
+        return self._in_context(lambda: guarded(self.model, lambda: work(input.detach().clone())))
+
+    def _in_context(self, work: Callable[[], _T]) -> _T:
+        """`work()` inside of the attributor's context, be it the user's or one for this call."""
         if self.composite.handles:
-            return guarded(self.model, lambda: work(input.detach().clone()))
-        with self:
-            return guarded(self.model, lambda: work(input.detach().clone()))
+            return work()
+        self._look_at_model()
+        return self.composite.registered(self.model, work)
 
     def _as_function(self, attr_output: Tensor | AttrOutput | None) -> AttrOutput:
         checked = checked_attr_output(attr_output)

@@ -54,24 +54,29 @@ class GuardedComposite(Composite):  # type: ignore[misc]
                 f"another Zennit composite is registered to this {type(module).__name__}, and the rules of "
                 "both would apply; leave its context first"
             )
-        guard = self._guard = Guard(module)
+        guard = Guard(module)
         try:
             guard.begin()
-            super().register(module)
+            super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
         except BaseException:
+            self._guard = guard
             self.remove()
             raise
+        self._guard = guard
         if guard.was_interrupted:
             self.remove()
 
     @uninterrupted
     def remove(self) -> None:
         """Take everything off the model, last things first: canonizers may have changed the same weights."""
-        self.handles.reverse()
         try:
+            self.handles.reverse()
             super().remove()
         finally:
+            # Also if a canonizer failed to undo what it did: the guard does.
+            self.handles.clear()
+            self.hook_refs.clear()
             guard, self._guard = self._guard, None
             if guard is not None:
                 guard.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -43,20 +44,26 @@ class Case(ABC):
         """What the user's objects other than the model hold on to; a value to compare."""
 
 
-def convolutional(with_norms: bool = True) -> nn.Module:
-    """Two convolutions and a linear layer; input (N, 3, 4, 4), layer "2" with 4 features."""
+class Convolutional(nn.Module):
+    """Two convolutions and a linear layer; input (N, 3, 4, 4), layer "relu" with 4 features."""
+
+    def __init__(self, with_norm: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4) if with_norm else nn.Dropout()
+        self.relu = nn.ReLU()
+        self.top = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(self.top(self.relu(self.norm(self.conv(x)))).flatten(1))
+        return logits
+
+
+def convolutional(with_norm: bool = True) -> nn.Module:
+    """The same weights each time."""
     torch.manual_seed(0)
-    norms = [nn.BatchNorm2d(4)] if with_norms else [nn.Identity()]
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        *norms,
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(16, 3),
-    )
-    return _with_statistics(model)
+    return _with_statistics(Convolutional(with_norm))
 
 
 def timm_resnet() -> nn.Module:
@@ -102,7 +109,7 @@ class ZennitCase(Case):
         composite: Callable[[], Composite | None],
         form: str,
         network: Callable[[], nn.Module] = convolutional,
-        layer: str = "2",
+        layer: str = "relu",
         n_features: int = 4,
         size: int = 4,
     ) -> None:
@@ -128,10 +135,9 @@ class ZennitCase(Case):
             return (torch.as_tensor(fitted.subspaces.basis),)
         with self.attributor as attributor:
             if self.form == "caught":
-                try:
+                with suppress(KeyboardInterrupt):
                     attributor(self.x, target)
-                except KeyboardInterrupt:
-                    torch.manual_seed(0)
+                torch.manual_seed(0)
             return attributor(self.x, target)
 
     def leftovers(self) -> Any:
@@ -149,7 +155,7 @@ class FilterCase(Case):
 
     def prepare(self) -> None:
         self.model, self.users = convolutional(), self.make_composite()
-        self.composite = DisentangledComposite(self.users, "2", _subspaces(4), 0)
+        self.composite = DisentangledComposite(self.users, "relu", _subspaces(4), 0)
 
     def run(self) -> Result:
         x = self.x.clone().requires_grad_()
@@ -198,13 +204,13 @@ class CaptumCase(Case):
 
     def prepare(self) -> None:
         # Captum's LRP has no rule for batch norms.
-        self.model = convolutional(with_norms=self.make is not captum.attr.LRP)
+        self.model = convolutional(with_norm=self.make is not captum.attr.LRP)
         self.rules: list[Any] = []
         if self.has_rules:
             self.rules = [GammaRule(0.5), Alpha1_Beta0_Rule()]
-            self.model[0].rule, self.model[3].rule = self.rules
+            self.model.conv.rule, self.model.linear.rule = self.rules
         self.method = self.make(self.model)
-        self.attributor = DisentangledAttribution(self.method, "2", _subspaces(4))
+        self.attributor = DisentangledAttribution(self.method, "relu", _subspaces(4))
         self.method_before = {key: id(value) for key, value in vars(self.method).items()}
 
     def run(self) -> Result:
