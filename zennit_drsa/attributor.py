@@ -132,10 +132,14 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
     @uninterrupted
     def __enter__(self) -> Self:
-        self._fingerprint = model_fingerprint(self.model)  # before canonizers change weights
-        warn_of_training(self.model)
+        self._look_at_model()
         super().__enter__()
         return self
+
+    def _look_at_model(self) -> None:
+        """To be done before the composite is registered, which may change weights."""
+        self._fingerprint = model_fingerprint(self.model)
+        warn_of_training(self.model)
 
     @uninterrupted
     def __exit__(self, *error: object) -> None:
@@ -144,7 +148,8 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
         """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
         _check_input(input)
-        return super().__call__(input, checked_attr_output(attr_output))
+        call, attr_output = super().__call__, checked_attr_output(attr_output)
+        return self._in_context(lambda: call(input, attr_output))
 
     def forward(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
         """As `__call__`, inside of the attributor's context."""
@@ -228,8 +233,8 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
     def collect(self, *args: Any, **kwargs: Any) -> Pairs:
         """Pairs (a, c) at random positions of every image of a loader; see `zennit_drsa.collect`."""
-        with self:
-            return super().collect(*args, **kwargs)
+        collect = super().collect
+        return self._in_context(lambda: collect(*args, **kwargs))
 
     def _explain(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         state = torch.get_rng_state()
@@ -247,11 +252,19 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     def _registered(self, work: Callable[[Tensor], _T], input: Tensor) -> _T:
         """`work(input)` with the composite registered."""
         _check_input(input)
-        if not self.composite.handles:
-            with self:
-                return self._registered(work, input)
-        self._check_canonizers(input)
-        return guarded(self.model, lambda: work(input.detach().clone()))
+
+        def checked() -> _T:
+            self._check_canonizers(input)
+            return guarded(self.model, lambda: work(input.detach().clone()))
+
+        return self._in_context(checked)
+
+    def _in_context(self, work: Callable[[], _T]) -> _T:
+        """`work()` inside of the attributor's context, be it the user's or one for this call."""
+        if self.composite.handles:
+            return work()
+        self._look_at_model()
+        return self.composite.registered(self.model, work)
 
     def _explained(self, target: Target | AttrOutput) -> tuple[AttrOutput, Target]:
         """What the gradient slot holds at the output, and the scores that are explained."""
