@@ -10,7 +10,6 @@ import torch
 from captum.attr import Attribution, NoiseTunnel
 from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
 from drsa_core.collect import collect_pairs
-from drsa_core.estimator import Solver, learn_subspaces
 from drsa_core.fingerprint import function_digest
 from drsa_core.layer import (
     BackwardPass,
@@ -28,6 +27,7 @@ from drsa_core.layer import (
 )
 from drsa_core.parameters import as_int
 from drsa_core.provenance import describe_target
+from drsa_core.solvers import Solver, learn_subspaces
 from drsa_core.target import Target
 from drsa_core.validation import check_finite
 from torch import Tensor, nn

@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar
 import torch
 from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
 from drsa_core.collect import collect_pairs
-from drsa_core.estimator import Solver, learn_subspaces
 from drsa_core.layer import (
     TOLERANCE,
     BackwardPass,
@@ -27,6 +26,7 @@ from drsa_core.layer import (
     warn_of_training,
 )
 from drsa_core.parameters import as_int
+from drsa_core.solvers import Solver, learn_subspaces
 from drsa_core.target import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
