@@ -9,13 +9,13 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from .collect import collect_pairs
-from .drsa import DRSA
-from .estimator import Solver, learn_subspaces
 from .explanation import Explanation
 from .layer import Inputs, check_fits, sum_over_positions
 from .pair_store import PairStore
 from .pairs import Pairs
 from .provenance import Provenance, TargetDescription, check_provenance, describe_target
+from .solvers.drsa import DRSA
+from .solvers.estimator import Solver, learn_subspaces
 from .subspaces import Subspaces
 from .target import Target
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from .pairs import Pairs
-from .subspaces import Subspaces
-from .validation import ArrayLike, check_matrix, check_pairs
+from ..pairs import Pairs
+from ..subspaces import Subspaces
+from ..validation import ArrayLike, check_matrix, check_pairs
 
 
 class NotFittedError(ValueError, AttributeError):
