@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Subspaces, context_from_relevance, find_layer
-from drsa_core.canonical import registered_copy
 from drsa_core.layer import (
     TOLERANCE,
     as_activation,
@@ -16,6 +15,7 @@ from drsa_core.layer import (
     warn_of_loss,
     warn_of_training,
 )
+from drsa_core.lrp import registered_copy
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer

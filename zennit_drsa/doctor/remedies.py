@@ -15,9 +15,9 @@ from zennit.composites import EpsilonPlus
 from zennit.core import Composite
 
 from ..canonizer import kind
-from ..nfnet import NFNetGamma
-from ..timm import TimmCanonizer
-from ..torchvision import TorchvisionCanonizer
+from ..models.nfnet import NFNetGamma
+from ..models.timm import TimmCanonizer
+from ..models.torchvision import TorchvisionCanonizer
 from .diagnosis import Diagnosis
 
 Trial = tuple[str, Composite]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from drsa_core.canonical import DropSmall, OverDenominator, TimesInput
-from drsa_core.nfnet import NFNetCanonizer, find_nfnets, gates, orphans
+from drsa_core.lrp import DropSmall, OverDenominator, TimesInput
+from drsa_core.lrp.nfnet_canonizer import NFNetCanonizer, find_nfnets, gates, orphans
 from torch import Tensor, nn
 from zennit.composites import register_composite
 from zennit.core import Composite, Hook, RemovableHandle, RemovableHandleList

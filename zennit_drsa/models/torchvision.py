@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drsa_core.canonical import passing
+from drsa_core.lrp import passing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
 
 FAMILIES = {
     "ConvNeXt": "convnext",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drsa_core.canonical import passing
-from drsa_core.nfnet import KNOWN_GATES
+from drsa_core.lrp import passing
+from drsa_core.lrp.nfnet_canonizer import KNOWN_GATES
 from torch import Tensor, nn
 
-from .canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
 
 FAMILIES = {
     "EfficientNet": "EfficientNet, EfficientNet-Lite, MobileNetV2",
