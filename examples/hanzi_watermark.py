@@ -14,15 +14,18 @@ from pathlib import Path
 import numpy as np
 import skimage.data
 import torch
+from drsa_audit import Network, load_network, photo_files
+from drsa_audit.photographs import foolbox_files
 from drsa_core.cleverhans import ranks
-from efficientnet_lite0 import load_model, load_photo
-from photographs import foolbox_files, photo_files
+from PIL import Image
 from torch import Tensor
 
 CARTON = 478
 
 
-def labelled_photos(folder: Path | None = None, limit: int | None = None) -> tuple[Tensor, Tensor]:
+def labelled_photos(
+    network: Network, folder: Path | None = None, limit: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Photographs (N, 3, 224, 224) and ImageNet classes (N,): of a folder, or the 20 that foolbox carries.
 
     The class is the number with which the name of the file or of its folder begins; −1 if there is none.
@@ -36,17 +39,18 @@ def labelled_photos(folder: Path | None = None, limit: int | None = None) -> tup
         files = photo_files(folder)[:limit]
         begins = [re.match(r"\d{3}_", f.name) or re.match(r"\d{3}_", f.parent.name) for f in files]
         labels = [-1 if begin is None else int(begin[0][:3]) for begin in begins]
-    return torch.stack([load_photo(file) for file in files]), torch.tensor(labels)
+    return torch.stack([network.to_input(Image.open(file)) for file in files]), torch.tensor(labels)
 
 
-def photos_to_learn_from(folder: Path | None = None) -> list[Tensor]:
+def photos_to_learn_from(network: Network, folder: Path | None = None) -> list[Tensor]:
     """Photographs (1, 3, H, W) of a folder, or scikit-image's own, as the network expects them."""
     if folder is not None:
-        return [load_photo(file, 256)[None] for file in photo_files(folder)]
+        return list(network.load(photo_files(folder), 256).split(1))
     data = skimage.data
     arrays = [data.astronaut(), data.chelsea(), data.coffee(), data.rocket(), *data.stereo_motorcycle()[:2]]
-    arrays += [np.stack([grey] * 3, 2) for grey in (data.camera(), data.brick(), data.grass(), data.gravel())]
-    return [(torch.from_numpy(np.array(a)).permute(2, 0, 1)[None].float() - 127) / 128 for a in arrays]
+    arrays += [data.camera(), data.brick(), data.grass(), data.gravel()]
+    photos = [torch.from_numpy(np.array(Image.fromarray(array).convert("RGB"))) for array in arrays]
+    return [network.preprocessing.to_inputs(p.permute(2, 0, 1)[None].float() / 255) for p in photos]
 
 
 def crops(photos: list[Tensor], n_crops: int, seed: int) -> Tensor:
@@ -65,13 +69,12 @@ def crops(photos: list[Tensor], n_crops: int, seed: int) -> Tensor:
     return torch.cat(found)
 
 
-def add_hanzi(x: Tensor) -> Tensor:
+def add_hanzi(network: Network, x: Tensor) -> Tensor:
     """The Hanzi watermark, half transparent, over the middle of images (N, 3, 224, 224)."""
     from imagenet_w import AddWatermark
 
     add = AddWatermark(224)
-    marked = torch.stack([add(image) for image in ((x * 128 + 127) / 255).clamp(0, 1)])
-    return (marked * 255 - 127) / 128
+    return network.preprocessing.to_inputs(torch.stack([add(image) for image in network.to_picture(x)]))
 
 
 def main() -> None:
@@ -82,11 +85,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="use so many photographs")
     parser.add_argument("--figure", type=Path, help="where to draw a photograph without and with watermark")
     options = parser.parse_args()
-    model = load_model()
-    x, labels = labelled_photos(options.images, options.limit)
-    for name, images in (("clean", x), ("watermarked", add_hanzi(x))):
+    network = load_network("efficientnet_lite0")
+    x, labels = labelled_photos(network, options.images, options.limit)
+    for name, images in (("clean", x), ("watermarked", add_hanzi(network, x))):
         with torch.no_grad():
-            output = torch.cat([model(batch) for batch in images.split(16)])
+            output = torch.cat([network.model(batch) for batch in images.split(16)])
         right = float((output.argmax(1) == labels)[labels >= 0].float().mean())
         rank = int(ranks(output, CARTON).median())
         print(f"{name:<12} median rank of carton {rank}, top-1 {right:.3f} on {int((labels >= 0).sum())}")
@@ -94,8 +97,8 @@ def main() -> None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5, 2.6), layout="constrained")
-        for axis, image in zip(figure.subplots(1, 2), (x[0], add_hanzi(x[:1])[0]), strict=True):
-            axis.imshow(((image * 128 + 127) / 255).clamp(0, 1).movedim(0, -1).numpy())
+        for axis, image in zip(figure.subplots(1, 2), (x[0], add_hanzi(network, x[:1])[0]), strict=True):
+            axis.imshow(network.to_picture(image).movedim(0, -1).numpy())
             axis.set_axis_off()
         figure.savefig(options.figure, dpi=110)
         print(f"wrote {options.figure}")

@@ -11,63 +11,57 @@ of animals stand in for classes: enough to see how it works, not to learn about 
 from __future__ import annotations
 
 import argparse
-import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from drsa_audit import Network, class_folders, load_network, relevance_at
 from drsa_core import DRSA
 from drsa_core.matching import ClassConceptTable, match_concepts
 from drsa_core.plot import concept_maps, relevance_boxes, relevance_scatter
-from efficientnet_lite0 import composite_for, load_model, load_photo
 from hanzi_watermark import crops, labelled_photos
-from photographs import photo_files
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 from zennit.attribution import Gradient
 
-from zennit_drsa import DisentangledAttributor, collect
+from zennit_drsa import DisentangledAttributor
 
 ANIMALS = {243: "bull mastiff", 251: "dalmatian", 22: "bald eagle", 99: "goose", 305: "dung beetle"}
 
 
-def load_classes(folder: Path, limit: int | None) -> tuple[Tensor, Tensor, dict[int, str]]:
+def load_classes(network: Network, folder: Path, limit: int | None) -> tuple[Tensor, Tensor, dict[int, str]]:
     """Photographs (N, 3, 224, 224), their classes (N,), and the names of the classes."""
-    images, labels, names = [], [], {}
-    for class_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
-        match = re.fullmatch(r"(\d+)_(.+)", class_folder.name)
-        if match is None:
-            raise SystemExit(f"{class_folder} must be named by index and name of its class, as in 281_tabby")
-        names[int(match[1])] = match[2].replace("_", " ")
-        for file in photo_files(class_folder)[:limit]:
-            images.append(load_photo(file))
-            labels.append(int(match[1]))
-    if len(names) < 2:
+    found = class_folders(folder)
+    if len(found) < 2:
         raise SystemExit(f"{folder} must hold at least two folders of photographs, one for each class")
-    return torch.stack(images), torch.tensor(labels), names
+    images = [network.load(one.files[:limit]) for one in found]
+    labels = [torch.full((len(x),), one.index) for x, one in zip(images, found, strict=True)]
+    return torch.cat(images), torch.cat(labels), {one.index: one.label for one in found}
 
 
-def animals(n_crops: int, seed: int) -> tuple[Tensor, Tensor, dict[int, str]]:
+def animals(network: Network, n_crops: int, seed: int) -> tuple[Tensor, Tensor, dict[int, str]]:
     """Random crops of foolbox's photographs of animals, each photograph being its class."""
-    photos, labels = labelled_photos()
+    photos, labels = labelled_photos(network)
     chosen = [n for n, label in enumerate(labels.tolist()) if label in ANIMALS]
     images = [crops([photos[n : n + 1]], n_crops, seed + n) for n in chosen]
     return torch.cat(images), labels[chosen].repeat_interleave(n_crops), ANIMALS
 
 
-def data(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, str]]:
+def data(
+    network: Network, options: argparse.Namespace
+) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[int, str]]:
     """Images and labels to learn from, images and labels to look at, names of the classes."""
-    if options.images is None:
-        x, labels, names = animals(options.limit or 20, options.seed)
-        other, other_labels, _ = animals(options.limit or 20, options.seed + 1000)
+    folder, limit, seed = options.images, options.limit, options.seed
+    if folder is None:
+        x, labels, names = animals(network, limit or 20, seed)
+        other, other_labels, _ = animals(network, limit or 20, seed + 1000)
         return x, labels, other, other_labels, names
-    if (options.images / "train").is_dir() and (options.images / "val").is_dir():
-        x, labels, names = load_classes(options.images / "train", options.limit)
-        other, other_labels, _ = load_classes(options.images / "val", options.limit)
+    if (folder / "train").is_dir() and (folder / "val").is_dir():
+        x, labels, names = load_classes(network, folder / "train", limit)
+        other, other_labels, _ = load_classes(network, folder / "val", limit)
         return x, labels, other, other_labels, names
-    x, labels, names = load_classes(options.images, options.limit)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(options.seed))
+    x, labels, names = load_classes(network, folder, limit)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     one, two = order[::2], order[1::2]
     return x[one], labels[one], x[two], labels[two], names
 
@@ -97,26 +91,19 @@ def main() -> None:
         parser.error("--concepts must be at least 3, for the axes of the scatter plot")
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    model = load_model()
-    x, labels, other, other_labels, names = data(options)
+    network = load_network("efficientnet_lite0")
+    x, labels, other, other_labels, names = data(network, options)
     print(f"{len(names)} classes, {len(x)} images to learn from, {len(other)} to look at")
 
     # Learn the concepts of all classes together, each image being explained for its own class.
-    composite = composite_for(x[:1])
     batches = list(zip(x.split(16), labels.split(16), strict=True))
-    a, c = collect(
-        model, composite, options.layer, batches, lambda batch: batch[1], random_state=options.seed
-    )
-    subspaces = DRSA(options.concepts, random_state=options.seed, progress=True).fit(a, c).subspaces_
-    attributor = DisentangledAttributor(Gradient(model, composite), options.layer, subspaces)
-
-    def own_class(classes: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda y: y.detach() * nn.functional.one_hot(classes, y.shape[1])
-
+    solver = DRSA(options.concepts, random_state=options.seed, progress=True)
+    attributor = DisentangledAttributor(Gradient(network.model, network.composite()), options.layer)
+    attributor.fit(batches, "label", solver, random_state=options.seed)
     parts = zip(other.split(16), other_labels.split(16), strict=True)
     relevance = torch.cat(
         [
-            attributor.concept_relevance(part, own_class(classes))
+            attributor.concept_relevance(part, relevance_at(classes))
             for part, classes in tqdm(list(parts), desc="relevance", unit="batch")
         ]
     )
@@ -138,10 +125,10 @@ def main() -> None:
     figure = relevance_scatter(relevance, other_labels, three_axes(table), names)
     figure.savefig(options.out / "scatter.png", dpi=110)
     for label, n in table.prototypes(relevance, other_labels).items():
-        _, maps = attributor(other[n : n + 1], own_class(other_labels[n : n + 1]))
+        _, maps = attributor(other[n : n + 1], relevance_at(label))
         own = table.concepts_of(label)
-        titles = [f"{name} *" if k in own else name for k, name in enumerate(subspaces.names)]
-        figure = concept_maps((other[n] * 128 + 127) / 255, maps[0], titles, pool=4)
+        titles = [f"{name} *" if k in own else name for k, name in enumerate(solver.subspaces_.names)]
+        figure = concept_maps(network.to_picture(other[n]), maps[0], titles, pool=4)
         figure.savefig(options.out / f"prototype_{names[label].replace(' ', '_')}.png", dpi=70)
         print(f"prototype of {names[label]}: image {n}")
     print(f"wrote figures to {options.out} after {time.perf_counter() - begin:.0f} s")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drsa_audit import relevance_at
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
 from drsa_core.plot import known_concepts
 from drsa_core.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
@@ -86,10 +87,8 @@ def composite() -> EpsilonGammaBox:
 
 def explain(model: nn.Module, subspaces: Subspaces, images: Tensor, label: int) -> Tensor:
     """Maps of a class on the pixels, shape (N, K, H, W)."""
-    n_classes = model(images[:1]).shape[1]
-    one_hot = nn.functional.one_hot(torch.tensor(label), n_classes)
-    with DisentangledAttributor(Gradient(model, composite()), LAYER, subspaces) as attributor:
-        return attributor(images, lambda output: output * one_hot)[1].detach().sum(2)
+    attributor = DisentangledAttributor(Gradient(model, composite()), LAYER, subspaces)
+    return attributor(images, relevance_at(label))[1].detach().sum(2)
 
 
 def lines(vectors: Tensor, n: int = 4) -> Subspaces:
@@ -103,13 +102,13 @@ Method = Callable[[Pairs], Subspaces]
 def methods(seed: int) -> dict[str, Method]:
     """What is compared: each gives four subspaces."""
     return {
-        "DRSA": lambda p: DRSA(4, random_state=seed).fit(p.a, p.c).subspaces_,
-        "DRSA, balance 1": lambda p: DRSA(4, random_state=seed, balance=1.0).fit(p.a, p.c).subspaces_,
-        "DSA": lambda p: DSA(4, random_state=seed).fit(p.a).subspaces_,
-        "PRCA 1–4": lambda p: lines(PRCA().fit(p.a, p.c).components_),
-        "PCA 1–4": lambda p: lines(PCA().fit(p.a).components_),
-        "random": lambda p: RandomSubspaces(4, random_state=seed).fit(p.a).subspaces_,
-        "channels": lambda p: lines(torch.eye(p.a.shape[1])[:, MaxRel().fit(p.a, p.c).order_]),
+        "DRSA": lambda p: DRSA(4, random_state=seed).fit(p).subspaces_,
+        "DRSA, balance 1": lambda p: DRSA(4, random_state=seed, balance=1.0).fit(p).subspaces_,
+        "DSA": lambda p: DSA(4, random_state=seed).fit(p).subspaces_,
+        "PRCA 1–4": lambda p: lines(PRCA().fit(p).components_),
+        "PCA 1–4": lambda p: lines(PCA().fit(p).components_),
+        "random": lambda p: RandomSubspaces(4, random_state=seed).fit(p).subspaces_,
+        "channels": lambda p: lines(torch.eye(p.a.shape[1])[:, MaxRel().fit(p).order_]),
     }
 
 
@@ -153,25 +152,23 @@ def suspects(seed: int) -> dict[str, Fit]:
 
     def by_evidence(p: Pairs, every: Pairs, masks: Tensor) -> DRSA:
         chosen = by_relevance(every, 20, seed)
-        return drsa().fit(chosen.a, chosen.c)
+        return drsa().fit(chosen)
 
     return {
-        "paper (q = 0.5, K = 4)": lambda p, every, masks: drsa().fit(p.a, p.c),
-        "10 starts": lambda p, every, masks: drsa(n_init=10).fit(p.a, p.c),
-        "start from PRCA": lambda p, every, masks: drsa().fit(
-            p.a, p.c, init=dealt_out(PRCA().fit(p.a, p.c).components_)
-        ),
+        "paper (q = 0.5, K = 4)": lambda p, every, masks: drsa().fit(p),
+        "10 starts": lambda p, every, masks: drsa(n_init=10).fit(p),
+        "start from PRCA": lambda p, every, masks: drsa().fit(p, init=dealt_out(PRCA().fit(p).components_)),
         "start from the truth": lambda p, every, masks: drsa().fit(
-            p.a, p.c, init=dealt_out(true_directions(every, masks))
+            p, init=dealt_out(true_directions(every, masks))
         ),
-        "q = 0": lambda p, every, masks: drsa(q=0.0).fit(p.a, p.c),
-        "q = 1": lambda p, every, masks: drsa(q=1.0).fit(p.a, p.c),
-        "q = 2": lambda p, every, masks: drsa(q=2.0).fit(p.a, p.c),
-        "4 dimensions each": lambda p, every, masks: drsa(dims=[4] * 4).fit(p.a, p.c),
-        "K = 6": lambda p, every, masks: drsa(n_subspaces=6).fit(p.a, p.c),
+        "q = 0": lambda p, every, masks: drsa(q=0.0).fit(p),
+        "q = 1": lambda p, every, masks: drsa(q=1.0).fit(p),
+        "q = 2": lambda p, every, masks: drsa(q=2.0).fit(p),
+        "4 dimensions each": lambda p, every, masks: drsa(dims=[4] * 4).fit(p),
+        "K = 6": lambda p, every, masks: drsa(n_subspaces=6).fit(p),
         "positions by relevance": by_evidence,
-        "balance = 0.5": lambda p, every, masks: drsa(balance=0.5).fit(p.a, p.c),
-        "balance = 1": lambda p, every, masks: drsa(balance=1.0).fit(p.a, p.c),
+        "balance = 0.5": lambda p, every, masks: drsa(balance=0.5).fit(p),
+        "balance = 1": lambda p, every, masks: drsa(balance=1.0).fit(p),
     }
 
 

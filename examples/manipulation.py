@@ -23,6 +23,8 @@ from typing import Self
 
 import known_concepts
 import torch
+from drsa_audit import load_network, photo_files, relevance_at
+from drsa_audit.photographs import foolbox_files, package_photos, random_crops
 from drsa_core import PRCA, Subspaces
 from drsa_core.double_backward import constant_weights
 from drsa_core.manipulation import (
@@ -34,13 +36,12 @@ from drsa_core.manipulation import (
 )
 from drsa_core.plot import manipulated_map
 from drsa_core.synthetic import PlantedConcepts
-from efficientnet_lite0 import HIGH, LOW, composite_for, load_model, load_photo, to_input
-from photographs import foolbox_files, package_photos, photo_files, random_crops
+from drsa_core.target import gradient_at_output
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.core import Composite
 
-from zennit_drsa import DisentangledAttributor, collect
+from zennit_drsa import DisentangledAttributor
 
 
 class DifferentiableMap:
@@ -72,7 +73,7 @@ class DifferentiableMap:
         for hook in self.composite.hook_refs:
             hook.active = True
         output = self.model(x)
-        relevance = output * nn.functional.one_hot(torch.tensor(self.target), output.shape[1])
+        relevance = output * gradient_at_output(output, self.target)
         (result,) = torch.autograd.grad(output, x, relevance, create_graph=True)
         for hook in self.composite.hook_refs:
             hook.active = False
@@ -84,7 +85,7 @@ class Case:
     """A network with images of one class, to learn from and to manipulate, and others for target maps."""
 
     model: nn.Module
-    composite: Callable[[Tensor], Composite]
+    composite: Callable[[], Composite]
     layer: str
     target: int
     train: Tensor
@@ -99,27 +100,23 @@ class Case:
 
     def maps(self, x: Tensor, target: int, subspaces: Subspaces | None = None) -> Tensor:
         """Maps (N, H, W) of an output, or (N, K, H, W) of its parts in K subspaces."""
-        gradient = Gradient(self.model, self.composite(x))
-
-        def relevance(output: Tensor) -> Tensor:
-            return output * nn.functional.one_hot(torch.tensor(target), output.shape[1])
-
+        gradient = Gradient(self.model, self.composite())
         if subspaces is None:
-            with gradient:
-                return gradient(x, relevance)[1].detach().sum(1)
-        with DisentangledAttributor(gradient, self.layer, subspaces) as attributor:
-            return attributor(x, relevance)[1].detach().sum(2)
+            return gradient(x, relevance_at(target))[1].detach().sum(1)
+        attributor = DisentangledAttributor(gradient, self.layer, subspaces)
+        return attributor(x, relevance_at(target))[1].detach().sum(2)
 
 
 def lite0(options: argparse.Namespace) -> Case:
     """EfficientNet-Lite0 on photographs."""
-    model, size = load_model().requires_grad_(False), options.size
+    network, size = load_network("efficientnet_lite0"), options.size
+    model = network.model.requires_grad_(False)
     if options.train:
-        train = torch.stack([load_photo(file, size) for file in photo_files(options.train)])
-        photos = torch.stack([load_photo(file, size) for file in photo_files(options.photos)])
+        train, photos = (network.load(photo_files(f), size) for f in (options.train, options.photos))
     else:
         cat = package_photos()["cat"]()
-        crops = torch.stack([to_input(crop, size) for crop in (cat, *random_crops(cat, options.crops + 20))])
+        every = (cat, *random_crops(cat, options.crops + 20))
+        crops = torch.stack([network.to_input(crop, size) for crop in every])
         # The photograph itself, and crops that are not learned from, are manipulated.
         train, photos = crops[1 : options.crops + 1], torch.cat([crops[:1], crops[options.crops + 1 :]])
     with torch.no_grad():
@@ -128,9 +125,10 @@ def lite0(options: argparse.Namespace) -> Case:
     if not len(photos):
         raise SystemExit(f"none of the photographs is predicted as class {target}")
     files = photo_files(options.targets) if options.targets else list(foolbox_files())
-    others = torch.stack([load_photo(file, size) for file in files[: len(photos)]])
-    layer = options.layer or "blocks.4"
-    return Case(model, composite_for, layer, target, train, photos, others, (LOW, HIGH))
+    others = network.load(files[: len(photos)], size)
+    bounds = -127 / 128, 1.0  # of (255 x − 127) / 128
+    layer = network.layer_or(options.layer)
+    return Case(model, network.composite, layer, target, train, photos, others, bounds)
 
 
 def planted(options: argparse.Namespace) -> Case:
@@ -142,7 +140,7 @@ def planted(options: argparse.Namespace) -> Case:
     train, photos = (task.sample(n, generator, label=0).images for n in (200, options.count))
     others = task.sample(options.count, generator, label=len(task.classes) - 1).images
     layer = options.layer or known_concepts.LAYER
-    return Case(model, lambda x: known_concepts.composite(), layer, 0, train, photos, others, (-1.0, 1.0))
+    return Case(model, known_concepts.composite, layer, 0, train, photos, others, (-1.0, 1.0))
 
 
 def summary(name: str, maps: Tensor, result: Manipulation) -> None:
@@ -190,14 +188,8 @@ def main() -> None:
     case = lite0(options) if options.network == "lite0" else planted(options)
     print(f"class {case.target}: {len(case.train)} images to learn from, {len(case.photos)} to manipulate")
 
-    pairs = collect(
-        case.model,
-        case.composite(case.train[:1]),
-        case.layer,
-        case.train.split(8),
-        case.target,
-        random_state=0,
-    )
+    attributor = DisentangledAttributor(Gradient(case.model, case.composite()), case.layer)
+    pairs = attributor.collect(case.train.split(8), case.target, random_state=0)
     results = []
     # Networks for photographs one image at a time: a batch of second derivatives takes gigabytes.
     at_once = 1 if options.network == "lite0" else 64
@@ -205,7 +197,7 @@ def main() -> None:
         with torch.no_grad():
             label = int(case.model(other).argmax(1).mode().values)
         goal = case.maps(other, label)
-        with DifferentiableMap(case.model, case.composite(x), case.target) as explain:
+        with DifferentiableMap(case.model, case.composite(), case.target) as explain:
             done = manipulate(
                 case.model,
                 explain,
@@ -221,7 +213,7 @@ def main() -> None:
         *(torch.cat([getattr(r, name) for r in results]) for name in Manipulation.__dataclass_fields__)
     )
 
-    subspaces = PRCA(1).fit(pairs.a, pairs.c).subspaces_
+    subspaces = PRCA(1).fit(pairs).subspaces_
     before, after = (case.maps(x, case.target, subspaces) for x in (case.photos, result.image))
     print("\n| map | error to original | to target | correlation to original | to target |")
     print("|---|---|---|---|---|")
@@ -231,7 +223,7 @@ def main() -> None:
     summary("manipulated, PRCA-1", after[:, 0], result)
     summary("manipulated, residual of PRCA-1", after[:, 1], result)
     for d in (4, 16):
-        parts = case.maps(result.image, case.target, PRCA(d).fit(pairs.a, pairs.c).subspaces_)
+        parts = case.maps(result.image, case.target, PRCA(d).fit(pairs).subspaces_)
         summary(f"manipulated, PRCA-{d}", parts[:, 0], result)
     print("(errors are relative to the mean square of the original map; ± one standard error)\n")
 

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 from captum.attr import IntegratedGradients, ShapleyValueSampling
-from drsa_core import DRSA, Pairs, Subspaces
+from drsa_audit import Network, load_network, photo_files, relevance_at
+from drsa_audit.photographs import class_name, package_photos, random_crops
+from drsa_core import DRSA, Subspaces
 from drsa_core.plot import concept_grid, concept_maps
-from efficientnet_lite0 import composite_for, load_model, to_image, to_input
-from photographs import class_name, folder_photos, package_photos, random_crops
-from torch import Tensor, nn
+from torch import Tensor
 from zennit.attribution import Gradient
 
 from captum_drsa import DisentangledAttribution, IntegratedGradientsContext, patch_mask
-from zennit_drsa import DisentangledAttributor, collect
+from zennit_drsa import DisentangledAttributor
 
 METHODS = {
     "lrp": "LRP-γ (Zennit)",
@@ -53,67 +53,53 @@ class Explained(NamedTuple):
 
 
 def with_zennit(
-    model: nn.Module, layer: str, x: Tensor, train: Tensor, target: int, n_subspaces: int
-) -> tuple[Subspaces, Tensor, Tensor, Tensor]:
-    """Concepts, K maps (N, K, 3, H, W), standard maps and R_k with LRP."""
-    composite = composite_for(x)
-    one_hot = nn.functional.one_hot(torch.tensor(target), 1000)
-    pairs = collect(model, composite, layer, train.split(8), target, random_state=0)
-    subspaces = learn(pairs, n_subspaces)
-    with Gradient(model, composite) as attributor:
-        _, whole = attributor(x.clone(), lambda output: output * one_hot)
-    with DisentangledAttributor(Gradient(model, composite), layer, subspaces) as attributor:
-        _, maps = attributor(x, lambda output: output * one_hot)
-        relevance = attributor.concept_relevance(x, lambda output: output * one_hot)
-    return subspaces, maps.detach(), whole.detach(), relevance.detach()
+    network: Network, layer: str, x: Tensor, train: Tensor, target: int, solver: DRSA
+) -> tuple[Tensor, Tensor, Tensor]:
+    """K maps (N, K, 3, H, W), standard maps and R_k with LRP."""
+    gradient, start = Gradient(network.model, network.composite()), relevance_at(target)
+    wrapped = DisentangledAttributor(gradient, layer).fit(train.split(8), target, solver, random_state=0)
+    _, maps = wrapped(x, start)
+    _, whole = gradient(x, start)
+    return maps.detach(), whole.detach(), wrapped.concept_relevance(x, start).detach()
 
 
 def with_captum(
-    model: nn.Module, layer: str, x: Tensor, train: Tensor, target: int, n_subspaces: int, shapley: bool
-) -> tuple[Subspaces, Tensor, Tensor, Tensor]:
+    network: Network, layer: str, x: Tensor, train: Tensor, target: int, solver: DRSA, shapley: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same with Integrated Gradients, or with Shapley values of 16 × 16 patches."""
-    keywords: dict[str, Any]
-    pixels_per_feature = 1
+    keywords: dict[str, Any] = {"n_steps": 50}
+    method, pixels_per_feature = IntegratedGradients(network.model), 1
     if shapley:
-        method = ShapleyValueSampling(model)
+        method = ShapleyValueSampling(network.model)
         # The paper takes 25 permutations; 10 are enough for a first look.
         keywords = {"feature_mask": patch_mask(x, 16), "n_samples": 10, "perturbations_per_eval": 28}
         pixels_per_feature = 3 * 16 * 16  # Captum writes the value of a patch to each of its pixels
-    else:
-        method = IntegratedGradients(model)
-        keywords = {"n_steps": 50}
     # Step 1, how the output responds to the activations, with 50 steps where the paper takes 100. The paper's
     # Shapley contexts divide by sums of activations, which may be near 0 at a layer with both signs.
-    context = IntegratedGradientsContext(n_steps=50)
-    wrapped = DisentangledAttribution(method, layer, context_method=context)
-    pairs = wrapped.collect(train.split(8), target, random_state=0, progress=True)
-    wrapped.subspaces = learn(pairs, n_subspaces)
+    wrapped = DisentangledAttribution(method, layer, context_method=IntegratedGradientsContext(n_steps=50))
+    wrapped.fit(train.split(8), target, solver, random_state=0)
     torch.manual_seed(0)  # Captum's samplers draw from the global generator
     maps = wrapped.attribute(x, target=target, **keywords) / pixels_per_feature
     torch.manual_seed(0)
     whole = method.attribute(x, target=target, **keywords) / pixels_per_feature
-    return wrapped.subspaces, maps.detach(), whole.detach(), wrapped.concept_relevance(x, target).detach()
-
-
-def learn(pairs: Pairs, n_subspaces: int) -> Subspaces:
-    """K subspaces from activations and contexts."""
-    return DRSA(n_subspaces, random_state=0, progress=True).fit(*pairs).subspaces_
+    return maps.detach(), whole.detach(), wrapped.concept_relevance(x, target).detach()
 
 
 def explain(
-    model: nn.Module, x: Tensor, train: Tensor, attribution: str, layer: str, n_subspaces: int
+    network: Network, x: Tensor, train: Tensor, attribution: str, layer: str, n_subspaces: int
 ) -> list[Explained]:
     """Learn the concepts of the class that is predicted for the first photograph, and explain all by them."""
     with torch.no_grad():
-        output = model(x)
-    target = int(output[0].argmax())
+        output = network.model(x)
+    target, solver = int(output[0].argmax()), DRSA(n_subspaces, random_state=0, progress=True)
     print(f"class {target}, {class_name(target)}: learning from {len(train)} images")
     if attribution == "lrp":
-        results = with_zennit(model, layer, x, train, target, n_subspaces)
+        maps, whole, relevance = with_zennit(network, layer, x, train, target, solver)
     else:
-        results = with_captum(model, layer, x, train, target, n_subspaces, attribution == "shapley")
-    subspaces, maps, whole, relevance = results
+        is_shapley = attribution == "shapley"
+        maps, whole, relevance = with_captum(network, layer, x, train, target, solver, is_shapley)
     logits, probabilities = output[:, target].tolist(), output.softmax(1)[:, target].tolist()
+    subspaces = solver.subspaces_
     return [
         Explained(x[n], target, logits[n], probabilities[n], maps[n], whole[n], relevance[n], subspaces)
         for n in range(len(x))
@@ -159,15 +145,15 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.perf_counter()
 
-    model = load_model()
+    network = load_network("efficientnet_lite0")
     settings = (options.attribution, options.layer, options.concepts)
     explained: list[Explained] = []
     if options.images:
         try:
-            images = torch.stack([to_input(photo) for photo in folder_photos(options.images)])
+            images = network.load(photo_files(options.images))
         except (OSError, ValueError) as error:
             parser.error(str(error))
-        explained = explain(model, images[: options.rows], images, *settings)
+        explained = explain(network, images[: options.rows], images, *settings)
     else:
         photos = package_photos()
         names = list(photos) if options.photo == ["all"] else options.photo
@@ -176,8 +162,8 @@ def main() -> None:
             parser.error(f"no photograph is named {', '.join(unknown)}; the names are {', '.join(photos)}")
         for name in names:
             photo = photos[name]()
-            crops = torch.stack([to_input(crop) for crop in random_crops(photo, options.crops)])
-            explained += explain(model, to_input(photo)[None], crops, *settings)
+            crops = torch.stack([network.to_input(crop) for crop in random_crops(photo, options.crops)])
+            explained += explain(network, network.to_input(photo)[None], crops, *settings)
     report(explained)
 
     method = f"EfficientNet-Lite0, {options.layer} · {METHODS[options.attribution]}, DRSA"
@@ -189,7 +175,7 @@ def main() -> None:
             f"{class_name(one.target)} (class {one.target}, logit {one.logit:.1f}, p = {one.probability:.2f})"
         )
         figure = concept_maps(
-            to_image(one.x),
+            network.to_picture(one.x),
             one.maps,
             one.subspaces.names,
             whole=one.whole,
@@ -199,7 +185,7 @@ def main() -> None:
         )
     else:
         figure = concept_grid(
-            torch.stack([to_image(one.x) for one in explained]),
+            torch.stack([network.to_picture(one.x) for one in explained]),
             torch.stack([one.maps for one in explained]),
             whole=torch.stack([one.whole for one in explained]),
             labels=labels,

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
-from pathlib import Path
 
 import torch
+from drsa_audit import load_network
+from drsa_audit.photographs import package_photos, random_crops
 from drsa_core.evaluation import patch_flipping
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from efficientnet_lite0 import load_model, to_input
-from photographs import package_photos, random_crops
 
 
 def main() -> None:
@@ -31,9 +26,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, os.cpu_count() or 1])
     parser.add_argument("--fill", default="telea", help="default: %(default)s")
     options = parser.parse_args()
-    model = load_model().to(memory_format=torch.channels_last)
+    network = load_network("efficientnet_lite0")
     crops = random_crops(package_photos()["cat"](), options.images)
-    inputs = torch.stack([to_input(crop) for crop in crops]).contiguous(memory_format=torch.channels_last)
+    inputs = torch.stack([network.to_input(crop) for crop in crops]).contiguous(
+        memory_format=torch.channels_last
+    )
     print(f"{len(inputs)} images, {options.fill}, {torch.get_num_threads()} threads for the network")
     print("| K | workers | seconds per image | inpainting | network |\n|---|---|---|---|---|")
     for k in options.concepts:
@@ -43,11 +40,11 @@ def main() -> None:
         for workers in sorted(set(options.workers)):
             begin = time.perf_counter()
             curves = patch_flipping(
-                model,
+                network.model,
                 inputs,
                 maps,
                 285,
-                (127 / 255, 128 / 255),
+                network.preprocessing,
                 fill=options.fill,
                 workers=workers,
                 batch_size=8,

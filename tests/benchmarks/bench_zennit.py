@@ -8,12 +8,12 @@ included.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
+from drsa_core import RandomSubspaces
+from measures import operations, peak_memory, print_peak_memory, seconds_in_turn
 from torch import Tensor, nn
 from torchvision.models import vgg16
 from zennit.attribution import Gradient
@@ -34,12 +34,7 @@ from zennit.core import Composite, Hook
 from zennit.rules import Epsilon, Gamma, ZBox
 from zennit.types import Convolution, Linear, MaxPool
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
-
-from drsa_core import RandomSubspaces  # noqa: E402
-from measures import operations, peak_memory, print_peak_memory, seconds_in_turn  # noqa: E402
-
-from zennit_drsa import DisentangledAttributor, VGGGamma  # noqa: E402
+from zennit_drsa import DisentangledAttributor, VGGGamma
 
 LAYER = "features.22"  # Conv4_3 after ReLU
 N_FEATURES = 512

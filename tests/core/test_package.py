@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_wheel_holds_the_three_packages_and_nothing_called_shared(tmp_path) -> None:
+def test_a_wheel_holds_the_four_packages_and_nothing_called_shared(tmp_path) -> None:
     pytest.importorskip("build")
     command = [
         sys.executable,
@@ -28,17 +28,18 @@ def test_a_wheel_holds_the_three_packages_and_nothing_called_shared(tmp_path) ->
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert top == {"drsa_core", "zennit_drsa", "captum_drsa"}
+    assert top == {"drsa_core", "drsa_audit", "zennit_drsa", "captum_drsa"}
     for package in top:
         assert f"{package}/py.typed" in names
-        sources = ROOT / ("shared" if package == "drsa_core" else "") / package
-        assert {f"{package}/{file.name}" for file in sources.glob("*.py")} <= set(names)
+        sources = ROOT / ("shared" if package in ("drsa_core", "drsa_audit") else "")
+        files = {file.relative_to(sources).as_posix() for file in (sources / package).rglob("*.py")}
+        assert files <= set(names)  # also those of packages in it, each of which pyproject.toml must name
 
 
 def test_the_core_needs_neither_adapter_nor_their_libraries() -> None:
     script = (
         "import sys, drsa_core; "
-        "optional = {'captum', 'zennit', 'timm', 'matplotlib', 'cv2', 'captum_drsa', 'zennit_drsa'}; "
+        "optional = {'captum', 'zennit', 'timm', 'matplotlib', 'cv2', 'captum_drsa', 'zennit_drsa', 'drsa_audit'}; "
         "bad = optional & set(sys.modules); "
         "sys.exit(f'imported {bad}' if bad else 0)"
     )

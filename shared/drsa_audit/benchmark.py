@@ -1,0 +1,211 @@
+"""The paper's tables and figures of section 5 and Notes D–G, on a network and a folder of photographs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .backends import SAMPLES, make_backend
+from .experiment import Evaluation, Experiment, OutOfTime, Record
+from .figures import draw_figures
+from .images import ClassImages, find_classes
+from .jobs import SINGLE, Job, labelled_job, learned_job, random_job, single_job
+from .networks import Network, load_network, with_upper_gamma
+from .tables import write_tables
+
+STAGES = ("main", "layers", "subspaces", "dims", "attribution")
+ATTRIBUTIONS = ("noise", "gxi", "ig", "shapley", "lrp")
+
+
+def about(text: str, kind: type, choices: Sequence[str] | None = None) -> dict[str, Any]:
+    """What a setting is, for forms and command lines: `help`, `type` of one entry, `choices`."""
+    return {"help": text, "type": kind, "choices": choices}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings:
+    """What decides a benchmark; the `metadata` of each field says what it is.
+
+    Examples
+    --------
+    >>> from drsa_audit import BenchmarkSettings, run_benchmark
+    >>> settings = BenchmarkSettings(data=Path("photographs"), out=Path("bench"))
+    >>> run_benchmark(settings.quick())                                                     # doctest: +SKIP
+    """
+
+    data: Path = field(metadata=about("folder with train/<index>_<name>/ and val/<index>_<name>/", Path))
+    out: Path = field(metadata=about("folder for results; the same one continues a run", Path))
+    model: str = field(
+        default="efficientnet_lite0",
+        metadata=about("vgg16, resnet18, any of timm, FILE.safetensors or module:factory", str),
+    )
+    weights: Path | None = field(
+        default=None, metadata=about("state dict; default: the published weights", Path)
+    )
+    layer: str | None = field(
+        default=None, metadata=about("default: blocks.4, features.22 (Conv4_3), layer4 or stages.2", str)
+    )
+    backend: str = field(default="lrp", metadata=about("attribution method", str, tuple(SAMPLES)))
+    classes: tuple[str, ...] | None = field(
+        default=None, metadata=about("indices or folder names; default: all", str)
+    )
+    subspaces: int = field(default=4, metadata=about("K of the main tables", int))
+    stages: tuple[str, ...] = field(default=STAGES, metadata=about("what to run", str, STAGES))
+    train_images: int = field(default=500, metadata=about("per class, at most", int))
+    positions: int = field(default=20, metadata=about("pairs per training image", int))
+    val_images: int = field(default=50, metadata=about("per class, at most", int))
+    ablation_images: int | None = field(
+        default=None, metadata=about("per class in the ablations; default: as many", int)
+    )
+    dims: tuple[int, ...] = field(default=(1, 2, 4, 8, 16, 32), metadata=about("d of the curves", int))
+    ks: tuple[int, ...] = field(default=(2, 4, 8, 16), metadata=about("K of the ablation", int))
+    layers: tuple[str, ...] = field(default=(), metadata=about("further layers for the ablation", str))
+    attributions: tuple[str, ...] = field(
+        default=ATTRIBUTIONS, metadata=about("to compare in one step", str, ATTRIBUTIONS)
+    )
+    seeds: int = field(default=3, metadata=about("random subspaces", int))
+    samples: int | None = field(
+        default=None,
+        metadata=about("permutations of shapley (default 25) and steps on the input of ig (default 10)", int),
+    )
+    upper_gamma: float | None = field(
+        default=None,
+        metadata=about("another γ of LRP above the layer; 0 in the paper's rules for VGG16", float),
+    )
+    schedule: str = field(
+        default="squares", metadata=about("patches per step: squares, 'square totals', single", str)
+    )
+    fill: str = field(
+        default="telea", metadata=about("of removed patches", str, ("telea", "mean", "blur", "constant"))
+    )
+    netdissect: Path | None = field(
+        default=None, metadata=about("NetDissect tally of this layer (CSV)", Path)
+    )
+    ibd: Path | None = field(
+        default=None, metadata=about("IBD concept vectors of this layer (.npy, one in each row)", Path)
+    )
+    batch_size: int = field(default=4, metadata=about("images explained at a time", int))
+    seed: int = field(default=0, metadata=about("of positions and fits", int))
+    max_minutes: float | None = field(
+        default=None, metadata=about("stop before the next job after so many minutes", float)
+    )
+    methods: tuple[str, ...] | None = field(
+        default=None, metadata=about("of the main stage, e.g. prca drsa; default: all", str)
+    )
+
+    def quick(self) -> BenchmarkSettings:
+        """The same with a few images, one seed, and the main stage only."""
+        samples = self.samples or (2 if self.backend == "shapley" else None)
+        n_train, n_val = min(self.train_images, 6), min(self.val_images, 2)
+        return replace(
+            self, train_images=n_train, val_images=n_val, seeds=1, stages=("main",), samples=samples
+        )
+
+    def of_numbers(self) -> dict[str, str]:
+        """What decides the numbers: a run goes on in a folder only if these are as they were."""
+        ignored = {"out", "max_minutes", "stages", "batch_size", "layers", "ks", "dims", "seeds"}
+        ignored |= {"attributions", "methods"}
+        return {name: str(value) for name, value in sorted(asdict(self).items()) if name not in ignored}
+
+
+def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = print) -> list[Record]:
+    """Learn, explain and evaluate; write OUT/tables.md, .csv and .json and OUT/figures.
+
+    Each class gets subspaces from its training images: random ones, Max-Rel, PCA and PRCA for one subspace;
+    random ones, DSA and DRSA for K. Their maps are evaluated on the validation images by patch flipping
+    (AUPC), total relevance, separability and peakness. A run that was interrupted goes on where it ended.
+
+    Parameters
+    ----------
+    settings : BenchmarkSettings
+    say : function
+        What lines about the progress are given to.
+
+    Returns
+    -------
+    list of dict
+        One record for each method and class; those that there are, if time ran out.
+    """
+    begin = time.monotonic()
+    network = load_network(settings.model, settings.weights)
+    layer = network.layer_or(settings.layer)
+    experiment = Experiment(
+        network,
+        settings.out,
+        settings.of_numbers(),
+        Evaluation(settings.schedule, settings.fill),
+        settings.positions,
+        settings.seed,
+        settings.batch_size,
+        None if settings.max_minutes is None else begin + 60 * settings.max_minutes,
+        say,
+    )
+    classes = find_classes(settings.data, settings.classes, settings.train_images, settings.val_images)
+    counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in classes)
+    say(f"{settings.model}, {layer}, {settings.backend}; training + validation images: {counts}")
+    try:
+        records = _run_stages(settings, experiment, network, layer, classes)
+    except OutOfTime:
+        say("out of time; the same command goes on from here")
+        records = experiment.finished()
+    if experiment.unreadable:
+        say(f"{len(experiment.unreadable)} unreadable photographs skipped: {sorted(experiment.unreadable)}")
+    if records:
+        say(write_tables(records, settings.out, layer, settings.subspaces))
+        for file in draw_figures(records, settings.out, layer, settings.subspaces):
+            say(f"wrote {file}")
+    say(f"{len(records)} evaluations after {time.monotonic() - begin:.0f} s")
+    return records
+
+
+def _run_stages(
+    settings: BenchmarkSettings,
+    experiment: Experiment,
+    network: Network,
+    layer: str,
+    classes: Sequence[ClassImages],
+) -> list[Record]:
+    records: list[Record] = []
+    n_ablation = settings.ablation_images or settings.val_images
+    fewer = [replace(c, val=c.val[:n_ablation]) for c in classes]
+    for stage, where, jobs in _plan(settings, layer):
+        if stage in settings.stages:
+            rules = network
+            if settings.upper_gamma is not None:
+                rules = with_upper_gamma(network, where, settings.upper_gamma)
+            backend = make_backend(settings.backend, rules, where, settings.samples)
+            records += experiment.run(stage, where, backend, classes if stage == "main" else fewer, jobs)
+    if "attribution" in settings.stages:
+        records += experiment.run_attributions(settings.attributions, classes, settings.samples)
+    return records
+
+
+def _plan(settings: BenchmarkSettings, layer: str) -> Iterator[tuple[str, str, list[Job]]]:
+    """Stage, layer and jobs, in the order in which they are run."""
+
+    def pair(k: int) -> list[Job]:
+        return [learned_job(method, k, settings.seed) for method in ("drsa", "dsa")]
+
+    yield "main", layer, _main_jobs(settings)
+    for k in settings.ks:
+        if k != settings.subspaces:
+            yield "subspaces", layer, pair(k)
+    for other in settings.layers:
+        yield "layers", other, pair(settings.subspaces)
+    for method in ("prca", "pca", "max-rel", "random"):
+        yield "dims", layer, [single_job(method, sorted(set(settings.dims)), 0)]
+
+
+def _main_jobs(settings: BenchmarkSettings) -> list[Job]:
+    """Jobs of Tables 1, 2, F.1 and F.2; the best first, in case time runs out."""
+    jobs = [learned_job("drsa", settings.subspaces, settings.seed, with_whole=True)]
+    jobs += [single_job(method, [1], 0) for method in reversed(SINGLE)]
+    jobs += [learned_job("dsa", settings.subspaces, settings.seed)]
+    jobs += [random_job(settings.subspaces, seed) for seed in range(settings.seeds)]
+    for method, file in (("netdissect", settings.netdissect), ("ibd", settings.ibd)):
+        if file is not None:
+            jobs.append(labelled_job(method, file, settings.subspaces))
+    return [job for job in jobs if settings.methods is None or job.readings[0].method in settings.methods]

@@ -1,0 +1,120 @@
+"""Folders of photographs that are named after their class, e.g. `281_tabby`, as pixels in [0, 1]."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
+
+
+@dataclass(frozen=True)
+class ClassFolder:
+    """A folder of one class: its index, the name of the folder, the files in it."""
+
+    index: int
+    name: str
+    files: list[Path]
+
+    @property
+    def label(self) -> str:
+        """The folder's name without the index, e.g. "tabby"."""
+        return self.name.partition("_")[2].replace("_", " ") or self.name
+
+
+@dataclass(frozen=True)
+class ClassImages:
+    """Images of one class: index of the class, name of its folder, files to learn from and to evaluate on."""
+
+    index: int
+    name: str
+    train: list[Path]
+    val: list[Path]
+
+
+def photo_files(folder: Path) -> list[Path]:
+    """The photographs in a folder and in the folders in it, in order."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    if not files:
+        raise ValueError(f"no photographs ({', '.join(SUFFIXES)}) in {folder}")
+    return files
+
+
+def class_folders(folder: Path, wanted: Sequence[str] | None = None) -> list[ClassFolder]:
+    """The folders `<index>_<name>` in a folder, in order.
+
+    Parameters
+    ----------
+    folder : path
+    wanted : sequence of str, optional
+        Indices or folder names; default all.
+    """
+    found, known = [], set()
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        number = path.name.split("_")[0]
+        if not number.isdigit():
+            raise ValueError(f"{path} must begin with the index of its class, as in 281_tabby")
+        names = {number, str(int(number)), path.name}
+        if wanted is None or names & set(wanted):
+            known |= names
+            found.append(ClassFolder(int(number), path.name, photo_files(path)))
+    missing = sorted(set(wanted or ()) - known)
+    if missing or not found:
+        raise ValueError(f"no photographs of the classes {', '.join(missing) or '(any)'} in {folder}")
+    return found
+
+
+def find_classes(
+    folder: Path,
+    wanted: Sequence[str] | None = None,
+    n_train: int | None = None,
+    n_val: int | None = None,
+) -> list[ClassImages]:
+    """Classes in FOLDER/train/<index>_<name>/ and FOLDER/val/<index>_<name>/.
+
+    Parameters
+    ----------
+    folder : path
+    wanted : sequence of str, optional
+        Indices or folder names; default all.
+    n_train, n_val : int, optional
+        How many images to take at most, the first ones by name; None for all.
+    """
+    train, val = folder / "train", folder / "val"
+    if not train.is_dir() or not val.is_dir():
+        raise ValueError(f"{folder} must hold the folders train and val, each with one folder for each class")
+    return [
+        ClassImages(c.index, c.name, photo_files(train / c.name)[:n_train], c.files[:n_val])
+        for c in class_folders(val, wanted)
+    ]
+
+
+def to_pixels(photo: Image.Image, size: int) -> Tensor:
+    """A photograph, resized to a square, with values in [0, 1], shape (3, size, size)."""
+    resized = photo.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
+
+
+def load_images(files: Sequence[Path], size: int) -> tuple[Tensor, list[str], list[str]]:
+    """Pixels (N, 3, size, size) in [0, 1], names of the files, and paths of those that cannot be read."""
+    pixels, names, unreadable = [], [], []
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                pixels.append(to_pixels(image, size))
+        except (OSError, UnidentifiedImageError, SyntaxError) as error:
+            warnings.warn(f"skipped {file}, which cannot be read: {error}", stacklevel=2)
+            unreadable.append(str(file))
+        else:
+            names.append(file.name)
+    if not pixels:
+        example = f", e.g. {files[0]}" if files else ""
+        raise ValueError(f"none of the {len(files)} photographs can be read{example}")
+    return torch.stack(pixels), names, unreadable

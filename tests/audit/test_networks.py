@@ -1,0 +1,166 @@
+"""Networks by name, from files and from factories, with weights, classes, preprocessing and rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+pytest.importorskip("captum")
+pytest.importorskip("zennit")
+pytest.importorskip("timm")
+pytest.importorskip("torchvision")
+import timm
+import torchvision
+from drsa_audit import load_network, make_backend, with_upper_gamma
+from drsa_core import Subspaces
+from safetensors.torch import save_file
+
+from tests.closeness import assert_same
+from zennit_drsa import VGGGamma
+
+
+class SmallVGG(nn.Module):
+    """Two convolutions, pooling and a head; a factory without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3), nn.ReLU()
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x).mean((2, 3)))
+        return out
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """The model with noise on every parameter: gains and heads that begin at 0 would hide everything."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def image(size: int = 64) -> Tensor:
+    return torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "test_nfnet"])
+def test_networks_take_weights_from_a_file_and_bring_their_rules(tmp_path, name: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name == "resnet18":
+            original = shaken(torchvision.models.resnet18(weights=None))
+        else:
+            original = shaken(timm.create_model(name, pretrained=False))
+    torch.save(original.state_dict(), tmp_path / "weights.pt")
+    network = load_network(name, tmp_path / "weights.pt")
+    x = image()
+    assert_same(network.model(x).detach(), original(x).detach())
+    activation: dict[str, int] = {}
+    handle = network.model.get_submodule(network.layer).register_forward_hook(
+        lambda module, args, output: activation.update(D=output.shape[1])
+    )
+    network.model(x)
+    handle.remove()
+    subspaces = Subspaces(torch.eye(activation["D"]), [1, activation["D"] - 1])
+    backend = make_backend("lrp", network, network.layer)
+    maps = backend.explain(x, 0, subspaces)
+    assert maps.shape == (1, 2, 3, 64, 64)
+    assert maps.any()
+    whole = backend.attribute(x, 0)
+    assert float((maps.sum(1) - whole).abs().max()) <= 1e-5 * float(whole.abs().max())
+
+
+def test_a_file_that_names_its_architecture_is_a_network(tmp_path) -> None:
+    original = shaken(timm.create_model("test_vit", pretrained=False, img_size=96, num_classes=2))
+    file = tmp_path / "pets.safetensors"
+    state = {name: value.half() for name, value in original.state_dict().items()}
+    about = {"architecture": "timm test_vit, img_size=96, num_classes=2", "classes": "[281, 208]"}
+    save_file(state, file, metadata=about)
+    network = load_network(str(file))
+    assert network.size == 96
+    assert {value.dtype for value in network.model.state_dict().values()} == {torch.float32}
+    rounded = {name: value.float() for name, value in state.items()}
+    original.load_state_dict(rounded)
+    assert_same(network.model(image(96)).detach(), original(image(96)).detach())
+    assert (network.output_of(281), network.output_of(208)) == (0, 1)
+    with pytest.raises(ValueError, match=r"knows the classes \(281, 208\), got 7"):
+        network.output_of(7)
+    with pytest.raises(ValueError, match=r"no default layer: name one, e\.g\. one of patch_embed"):
+        network.layer_or(None)
+    assert network.layer_or("blocks.1") == "blocks.1"
+    with pytest.raises(ValueError, match=r"no LRP rules are known for VisionTransformer"):
+        network.composite()
+
+
+@pytest.mark.parametrize("about", [{}, {"architecture": "torchvision resnet18, stride in conv1"}])
+def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path, about: dict[str, str]) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({"weight": torch.zeros(1)}, file, metadata=about)
+    with pytest.raises(ValueError, match=r"must say its architecture as 'timm NAME, key=value, …'"):
+        load_network(str(file))
+
+
+def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
+    original = shaken(SmallVGG())
+    weights = tmp_path / "small.safetensors"
+    save_file(original.state_dict(), weights, metadata={"classes": "[208, 235, 281, 283]"})
+    network = load_network(f"{__name__}:SmallVGG", weights)
+    assert_same(network.model(image()).detach(), original(image()).detach())
+    assert network.output_of(283) == 3
+    assert isinstance(network.composite(), VGGGamma)
+    maps = make_backend("lrp", network, "features.4").explain(image(), 3, Subspaces(torch.eye(8), [3, 5]))
+    assert maps.any()
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from drsa_audit import load_network\n"
+        "def factory():\n"
+        f"    return replace(load_network('{__name__}:SmallVGG'), size=48, layer='features.1')\n"
+        "def wrong():\n    return 3\n"
+    )
+    network = load_network(f"{file}:factory", weights)
+    assert (network.size, network.layer, network.output_of(208)) == (48, "features.1", 0)
+    assert_same(network.model(image()).detach(), original(image()).detach())
+    with pytest.raises(TypeError, match="must return a torch module or a Network, got int"):
+        load_network(f"{file}:wrong")
+    for name, message in {
+        f"{file}:nothing": "has no function 'nothing'",
+        f"{tmp_path}/other.py:factory": "there is no Python file",
+        "no_such_package.models:factory": "cannot import 'no_such_package.models'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_network(name)
+
+
+def test_photographs_become_inputs_and_pictures() -> None:
+    network = load_network(f"{__name__}:SmallVGG")
+    grey = Image.new("RGB", (40, 30), (51, 102, 204))
+    x = network.to_input(grey, 16)
+    expected = (torch.tensor([0.2, 0.4, 0.8]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    )
+    assert x.shape == (3, 16, 16)
+    # 8-bit colours are exact here; float32 leaves 1e-6.
+    torch.testing.assert_close(x[:, 3, 5], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        network.to_picture(x)[:, 0, 0], torch.tensor([0.2, 0.4, 0.8]), atol=1e-6, rtol=0
+    )
+    assert network.to_picture(x[None]).shape == (1, 3, 16, 16)
+
+
+def test_another_gamma_above_a_layer() -> None:
+    network = load_network(f"{__name__}:SmallVGG")
+    shaken(network.model)
+    x = image()
+    usual = make_backend("lrp", network, "features.1").attribute(x, 1)
+    other = make_backend("lrp", with_upper_gamma(network, "features.1", 5.0), "features.1").attribute(x, 1)
+    assert float((usual - other).abs().max()) > 1e-2 * float(usual.abs().max())
+    with pytest.raises(ValueError, match=r"there is no layer 'features\.9'"):
+        with_upper_gamma(network, "features.9", 0.0)

@@ -1,0 +1,117 @@
+"""The directions of imports that keep the house in order (design: "One data flow")."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from .draw import draw
+from .modules import LIBRARY, Module, read_modules
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {package: [m for m in read_modules(ROOT) if m.package == package] for package in LIBRARY}
+
+# What each package may not import: of the library, and of Captum, Zennit and timm.
+FORBIDDEN = {
+    "drsa_core": ("captum_drsa", "zennit_drsa", "drsa_audit", "captum", "zennit", "timm"),
+    "captum_drsa": ("zennit_drsa", "drsa_audit", "zennit"),
+    "zennit_drsa": ("captum_drsa", "drsa_audit", "captum"),
+    "drsa_audit": (),
+}
+# The NFNet canonizer is the one module of the core that knows Zennit and timm.
+NFNET_CANONIZER = ("nfnet", "nfnet_canonizer")
+
+
+def is_exempt(module: Module, imported: str) -> bool:
+    is_canonizer = module.package == "drsa_core" and module.name.rpartition(".")[2] in NFNET_CANONIZER
+    return is_canonizer and imported.partition(".")[0] in ("zennit", "timm")
+
+
+@pytest.mark.parametrize("package", LIBRARY)
+def test_imports_go_down_only(package: str) -> None:
+    assert MODULES[package], f"no modules of {package} were found"
+    wrong = [
+        f"{module.name} imports {imported}"
+        for module in MODULES[package]
+        for imported in module.imports_of(*FORBIDDEN[package])
+        if not is_exempt(module, imported)
+    ]
+    assert not wrong
+
+
+def test_only_examples_and_tests_stand_above_the_audit() -> None:
+    assert all(not m.imports_of("drsa_audit") for p in LIBRARY if p != "drsa_audit" for m in MODULES[p])
+    assert {p for m in MODULES["drsa_audit"] for p in LIBRARY if m.imports_of(p)} == set(LIBRARY)
+
+
+def test_the_library_imports_neither_examples_nor_tests() -> None:
+    names = {file.stem for file in (ROOT / "examples").glob("*.py")} | {"examples", "tests", "shared"}
+    wrong = {m.name: found for p in LIBRARY for m in MODULES[p] if (found := m.imports_of(*names))}
+    assert not wrong
+
+
+def changes_of_the_search_path(tree: ast.AST) -> Iterator[ast.AST]:
+    """Where code writes to `sys.path`: methods that change it, assignments, pytest's `syspath_prepend`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "syspath_prepend":
+            yield node
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sys.path":
+            yield node
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign) else targets
+        yield from (t for t in targets if ast.unparse(t).startswith("sys.path"))
+
+
+def test_nothing_changes_the_search_path() -> None:
+    code = "import sys\nsys.path.insert(0, 'x')\nsys.path[:0] = ['x']\nsys.path += ['x']\nprint(sys.path)"
+    assert len(list(changes_of_the_search_path(ast.parse(code)))) == 3  # reading it is no change
+    folders = ("shared", "captum_drsa", "zennit_drsa", "examples", "tests", "docs")
+    wrong = [
+        f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', '?')}"
+        for folder in folders
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for node in changes_of_the_search_path(ast.parse(file.read_text()))
+    ]
+    assert not wrong
+
+
+def test_imports_are_read_wherever_they_stand(tmp_path) -> None:
+    package = tmp_path / "shared" / "drsa_core" / "layer"
+    package.mkdir(parents=True)
+    (tmp_path / "shared" / "drsa_core" / "__init__.py").write_text("from .pairs import Pairs\n")
+    (tmp_path / "shared" / "drsa_core" / "pairs.py").write_text("import torch.nn as nn\n")
+    (package / "__init__.py").write_text("from . import cut\nfrom ..pairs import Pairs\n")
+    (package / "cut.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from captum_drsa.lrp import LRPPass\n"
+        "def f():\n    import zennit.core\n    from .. import pairs\n"
+    )
+    found = {module.name: module.imports for module in read_modules(tmp_path)}
+    assert found == {
+        "drsa_core": {"drsa_core.pairs"},
+        "drsa_core.pairs": {"torch.nn"},
+        "drsa_core.layer": {"drsa_core.layer.cut", "drsa_core.pairs"},
+        "drsa_core.layer.cut": {"typing", "captum_drsa.lrp", "zennit.core", "drsa_core.pairs"},
+    }
+
+
+def test_the_drawing_shows_every_module_and_marks_imports_upwards(tmp_path) -> None:
+    for name, text in {
+        "shared/drsa_core/pairs.py": "import captum_drsa.lrp\n",
+        "captum_drsa/lrp.py": "from drsa_core.pairs import Pairs\n",
+        "captum_drsa/pairs.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    modules = read_modules(tmp_path)
+    drawn = ElementTree.fromstring(draw(modules, "small"))
+    texts = ["".join(node.itertext()) for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"lrp 1", "pairs 0", "pairs 1", "drsa_core 1 lines", "captum_drsa 1 lines"} <= set(texts)
+    red = [
+        node for node in drawn.iter("{http://www.w3.org/2000/svg}path") if "#d00000" in node.attrib.values()
+    ]
+    assert len(red) == 2  # line and tip of the one import upwards
