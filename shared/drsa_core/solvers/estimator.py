@@ -44,7 +44,9 @@ Activations: TypeAlias = "ArrayLike | PairsLike"
 class Solver(Protocol):
     """What learns subspaces: PRCA, DRSA and the baselines, or anything with the same two names."""
 
-    subspaces_: Subspaces
+    @property
+    def subspaces_(self) -> Subspaces:
+        """What was learned."""
 
     def fit(self, a: Tensor, c: Tensor) -> Any:
         """Learn `subspaces_` from activations and contexts (N, D)."""
