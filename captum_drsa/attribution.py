@@ -155,7 +155,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         """
         if return_convergence_delta and not self.has_convergence_delta():
             raise ValueError(
-                f"{type(self.attribution_method).__name__} has no convergence delta here; total_relevance() "
+                f"{type(self.attribution_method).__name__} has no convergence delta here; exact_totals() "
                 "gives the exact total of the maps, and NoiseTunnel(DisentangledAttribution(...)) has a delta"
             )
         self._check_use(target, stacklevel=4)
@@ -227,7 +227,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         self._check_use(target, stacklevel=4)
         return self._relevance(*self.context(inputs, target, additional_forward_args))
 
-    def total_relevance(
+    def exact_totals(
         self,
         inputs: Inputs,
         target: Target = None,

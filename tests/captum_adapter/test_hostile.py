@@ -250,7 +250,7 @@ def test_feature_masks_of_their_own_for_each_example() -> None:
                 alone = da.attribute(x[i : i + 1], target=1, feature_mask=mask[i : i + 1])
                 assert_same(maps[i : i + 1], alone)
         else:
-            total = da.total_relevance(x, 1)
+            total = da.exact_totals(x, 1)
             torch.testing.assert_close((maps * 1.0).sum((2, 3, 4)) / (36 * 3), total, rtol=1e-3, atol=1e-5)
 
 
@@ -279,7 +279,7 @@ def test_vectors_have_relevances_and_deltas() -> None:
         maps, delta = da.attribute(x, target=1, return_convergence_delta=True)
         assert delta.shape == (2, 3)
         if method is not LRP:
-            torch.testing.assert_close(maps.sum(2) - da.total_relevance(x, 1), delta)
+            torch.testing.assert_close(maps.sum(2) - da.exact_totals(x, 1), delta)
 
 
 def test_baselines_of_a_total_may_be_a_function() -> None:
@@ -287,7 +287,7 @@ def test_baselines_of_a_total_may_be_a_function() -> None:
     da = DisentangledAttribution(GradientShap(model), "features.4", subspaces(8))
     drawn = torch.randn(3, 3, 12, 12)
     torch.testing.assert_close(
-        da.total_relevance(x, 1, baselines=lambda: drawn), da.total_relevance(x, 1, baselines=drawn)
+        da.exact_totals(x, 1, baselines=lambda: drawn), da.exact_totals(x, 1, baselines=drawn)
     )
 
 
