@@ -8,12 +8,14 @@ from .collect import collect
 from .composite import DisentangledComposite
 from .doctor import doctor
 from .filter import SubspaceFilter, VirtualLayer
+from .models.convnet import ConvNetGamma
 from .models.nfnet import NFNetGamma
 from .models.timm import TimmCanonizer
 from .models.torchvision import TorchvisionCanonizer
 from .models.vgg import VGGGamma
 
 __all__ = [
+    "ConvNetGamma",
     "DisentangledAttributor",
     "DisentangledComposite",
     "NFNetCanonizer",

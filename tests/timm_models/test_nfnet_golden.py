@@ -21,7 +21,7 @@ from .zoo import HIGH, LOW, MEAN, STD, explain, perturb, timm
 
 from zennit.layer import Sum  # isort: skip
 from zennit_drsa import DisentangledAttributor, NFNetGamma  # isort: skip
-from zennit_drsa.models.nfnet import BoundedInput, GeneralizedGamma, PassLarge  # isort: skip
+from zennit_drsa.rules import BoundedInput, GeneralizedGamma, PassLarge  # isort: skip
 
 TOLERANCE = 1e-4  # of a map's maximum: the arrays are float32
 

@@ -15,7 +15,7 @@ from zennit.rules import Epsilon, Gamma, Pass, ZBox
 from tests.model_state import model_state
 from tests.zennit_adapter.models import torchvision_model
 from zennit_drsa import VGGGamma
-from zennit_drsa.models.vgg import PixelBox, PositiveGamma, ZeroRule
+from zennit_drsa.rules import PixelBox, PositiveGamma, ZeroRule
 
 
 def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor):

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from drsa_core.layer import guarded
 from torch import Tensor, nn
-from zennit.core import Composite, Hook
+from zennit.core import Composite
 
+from .._zennit import hooks_on, take_hooks_off
 from ..canonizer import is_merged
 from ..composite import GuardedComposite
 from .diagnosis import LayerRelevance
@@ -196,13 +197,7 @@ def _operations(
 
 
 def _rule(module: nn.Module) -> str | None:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return next((type(owner).__name__ for hook in hooks if (owner := _owner(hook)) is not None), None)
-
-
-def _owner(hook: object) -> Hook | None:
-    owner = getattr(hook, "__self__", None)
-    return owner if isinstance(owner, Hook) else None
+    return next((type(hook).__name__ for hook in hooks_on(module)), None)
 
 
 def _take_rules_off_attention(model: nn.Module) -> None:
@@ -212,9 +207,7 @@ def _take_rules_off_attention(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and _rule(module) == "Pass":
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
-                    del hooks[key]
+            take_hooks_off(module)
 
 
 def _is_affine_leaf(module: nn.Module) -> bool:

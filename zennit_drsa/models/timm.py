@@ -10,6 +10,7 @@ from drsa_core.lrp.nfnet_canonizer import KNOWN_GATES
 from torch import Tensor, nn
 
 from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..families import canonizer
 
 FAMILIES = {
     "EfficientNet": "EfficientNet, EfficientNet-Lite, MobileNetV2",
@@ -240,3 +241,6 @@ def _avg_pool_forward(pool: Any) -> Callable[[Tensor], Tensor]:
         return pooled.permute(0, 2, 3, 1) if channels_last else pooled
 
     return forward
+
+
+REMEDIES = (canonizer("zennit_drsa.TimmCanonizer()", TimmCanonizer, TimmCanonizer.suits),)
