@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, Self, TypeVar
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from captum.attr import Attribution, NoiseTunnel
-from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
-from drsa_core.collect import collect_pairs
-from drsa_core.estimator import Solver, learn_subspaces
+from captum.attr import LRP, Attribution, DeepLift, InputXGradient, NoiseTunnel
+from drsa_core import Explanation, Losses, Subspaces, model_fingerprint
+from drsa_core.explainer import Explainer, check_subspaces, single_input
 from drsa_core.fingerprint import function_digest
 from drsa_core.layer import (
     BackwardPass,
@@ -18,11 +18,10 @@ from drsa_core.layer import (
     GradientContext,
     Inputs,
     Request,
-    check_fits,
+    copies,
     eager,
     find_layer,
     guarded,
-    sum_over_positions,
     warn_of_training,
     with_batch_axes,
 )
@@ -33,16 +32,16 @@ from drsa_core.validation import check_finite
 from torch import Tensor, nn
 
 from ._captum import draw_baselines, logged, rules_on
-from .context import ShapleyContext
+from .context import ShapleyContext, measure_bypass
 from .explain import explain_at_input
 from .lrp import LRPPass
-from .methods import choose_context, record_of
+from .methods import Explain, choose_context, record_of, within_tunnels
 from .relevance_model import RelevanceModel, baseline_relevance
 
 _T = TypeVar("_T")
 
 
-class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is not typed for mypy here
+class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # Captum is not typed for mypy here
     """Wraps a Captum attributor, as `NoiseTunnel` does; `attribute` returns K maps (N, K, *input).
 
     Step 1 (Note B) finds the context c of the activations at `layer`; step 2 has the wrapped method explain
@@ -103,12 +102,7 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
                 f"a layer can be named only if the attributor wraps a module, but its forward function is a "
                 f"{type(self.forward_func).__name__}; give the layer as a module"
             )
-        if subspaces is not None and not isinstance(subspaces, Subspaces):
-            raise TypeError(
-                f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}; use "
-                "Subspaces(basis, dims), Subspaces.load(path), or the subspaces_ of a fitted solver"
-            )
-        self.subspaces = subspaces
+        self.subspaces = check_subspaces(subspaces)
         self.channel_dim = as_int(channel_dim, "channel_dim")
         self.strict = strict
         self._context_method = choose_context(context_method, attribution_method, self._model, self.layer)
@@ -161,21 +155,62 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         """
         if return_convergence_delta and not self.has_convergence_delta():
             raise ValueError(
-                f"{type(self.attribution_method).__name__} has no convergence delta here; total_relevance() "
+                f"{type(self.attribution_method).__name__} has no convergence delta here; exact_totals() "
                 "gives the exact total of the maps, and NoiseTunnel(DisentangledAttribution(...)) has a delta"
             )
-        subspaces = self._fitted_for(target)
+        self._check_use(target, stacklevel=4)
 
-        def maps_and_delta(request: Request) -> tuple[tuple[Tensor, ...], Tensor | None]:
-            if self._record.explain is None:
-                return self._attribute_lrp(request, subspaces, return_convergence_delta, **kwargs)
-            if self._takes_one_pass:
-                return self._attribute_in_one_pass(request, subspaces, kwargs), None
-            return self._attribute_two_steps(request, subspaces, return_convergence_delta, kwargs)
+        def work(request: Request) -> tuple[_Steps, Tensor | None]:
+            steps = self._both_steps(request, kwargs)
+            return steps, self._delta(request, steps, kwargs) if return_convergence_delta else None
 
-        maps, delta = self._guarded(maps_and_delta, inputs, target, additional_forward_args)
-        result = maps if isinstance(inputs, tuple) else maps[0]
+        steps, delta = self._guarded(work, inputs, target, additional_forward_args)
+        result = steps.maps if isinstance(inputs, tuple) else steps.maps[0]
         return (result, delta) if return_convergence_delta else result
+
+    def explain(
+        self, inputs: Inputs, target: Target = None, *, whole: bool = True, **kwargs: Any
+    ) -> Explanation:
+        """K maps (N, K, *input), with the whole map and what adds up to what.
+
+        Parameters
+        ----------
+        inputs : tensor, shape (N, …)
+        target
+            As in `attribute`.
+        whole : bool
+            Whether to compute the map of the wrapped method as well, at the price of one more map.
+        **kwargs
+            As in `attribute`.
+        """
+        single_input(inputs)
+        args = kwargs.pop("additional_forward_args", None)
+        self._check_use(target, stacklevel=4)
+
+        def by_concept(request: Request) -> tuple[_Steps, Tensor, float | None]:
+            with torch.no_grad():
+                score = request.select(request.forward(*copies(request.inputs), *request.args))
+            around = measure_bypass(request)
+            return self._both_steps(request, dict(kwargs)), score, around
+
+        steps, score, around = self._guarded(by_concept, inputs, target, args)
+        # On its own: Captum's LRP leaves its rules on the model until the guard is left.
+        by_itself = None
+        if whole:
+            by_itself = self._guarded(lambda r: self._whole(r, kwargs), inputs, target, args)
+        return Explanation(
+            maps=steps.maps[0],
+            whole=by_itself,
+            concept_relevance=self._relevance(steps.activation, steps.context),
+            score=score,
+            subspaces=self._fitted(),
+            provenance=self._used_for(describe_target(target, tuple_is_index=True)),
+            losses=Losses(steps.lost, around),
+            # Saliency takes absolute values, of which no sum is that of the parts.
+            adds_up_by_pixel=isinstance(self.attribution_method, LRP | InputXGradient)
+            and (self._own_context or self._takes_one_pass),
+            is_relevance=bool(self.multiplies_by_inputs),
+        )
 
     # ------------------------------------------------------------------ what is known without step 2
 
@@ -189,11 +224,10 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
     ) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K)."""
-        subspaces = self._fitted_for(target)
-        activation, context = self.context(inputs, target, additional_forward_args)
-        return self._relevance(activation, context, subspaces)
+        self._check_use(target, stacklevel=4)
+        return self._relevance(*self.context(inputs, target, additional_forward_args))
 
-    def total_relevance(
+    def exact_totals(
         self,
         inputs: Inputs,
         target: Target = None,
@@ -205,114 +239,71 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         For methods that conserve, such as Integrated Gradients, DeepLift and the Shapley value. `baselines` x̃
         as in the wrapped `attribute`; default 0.
         """
-        subspaces = self._fitted_for(target)
+        self._check_use(target, stacklevel=4)
 
         def total(request: Request) -> Tensor:
             activation, context = self._step_1(request)
-            check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
-            model = RelevanceModel(request, context, subspaces)
-            return self._total(request, model, activation, self._drawn(request, baselines))
+            self._check_fits(activation)
+            return self._total(request, activation, context, self._drawn(request, baselines))
 
         return self._guarded(total, inputs, target, additional_forward_args)
 
-    # ------------------------------------------------------------------ learning the concepts
-
-    def collect(
-        self,
-        loader: Iterable[Any],
-        target: Target | str,
-        positions: int | None = 20,
-        random_state: int | None = None,
-        progress: bool | None = None,
-        store: PairStore | None = None,
-    ) -> Pairs:
-        """Pairs (a, c) at random positions of every image of a loader; see `captum_drsa.collect`."""
-        owner = self.layer if self._model is None else self._model
-        parameter = next(owner.parameters(), None)
-        return collect_pairs(
-            lambda inputs, of_batch: self.context(inputs, of_batch),
-            loader,
-            target,
-            positions=positions,
-            random_state=random_state,
-            store=store,
-            progress=progress,
-            device=None if parameter is None else parameter.device,
-            channel_dim=self.channel_dim,
-            **self._origin(),
-        )
-
-    def fit(
-        self,
-        loader: Iterable[Any],
-        target: Target | str,
-        solver: Solver | None = None,
-        positions: int | None = 20,
-        random_state: int | None = None,
-        progress: bool | None = None,
-        store: PairStore | None = None,
-    ) -> Self:
-        """Collect pairs from a loader and learn `subspaces` from them.
-
-        Parameters
-        ----------
-        loader, target, positions, random_state, progress, store
-            As in `captum_drsa.collect`.
-        solver : PRCA, DRSA, …, optional
-            Default `DRSA(n_subspaces=4)`.
-        """
-        solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
-        pairs = self.collect(loader, target, positions, random_state, progress, store)
-        self.subspaces = learn_subspaces(solver, pairs)
-        return self
-
     # ------------------------------------------------------------------ the two steps
 
-    def _attribute_lrp(
-        self, request: Request, subspaces: Subspaces, with_delta: bool, verbose: bool = False
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def _both_steps(self, request: Request, options: dict[str, Any]) -> _Steps:
+        if self._record.explain is None:
+            return self._lrp(request, **options)
+        if self._takes_one_pass:
+            return self._one_pass(request, options)
+        return self._two_steps(request, self._record.explain, options)
+
+    def _lrp(self, request: Request, verbose: bool = False) -> _Steps:
         own = None if self._own_context else self._step_1(request)[1]  # before Captum's hooks are there
         backward = LRPPass(self.attribution_method, request, verbose)
         context = backward.context if own is None else own
         self._check_step_1(request, backward.activation, context)
-        check_fits(backward.activation, subspaces.n_features, self.layer_name, self.channel_dim)
-        maps = backward.through(context, subspaces, self.channel_dim)
-        if not with_delta:
-            return maps, None
-        return maps, self._relevance(backward.activation, context, subspaces) - _sum_of_pixels(maps)
+        self._check_fits(backward.activation)
+        maps = backward.through(context, self._fitted(), self.channel_dim)
+        return _Steps(maps, backward.activation, context, backward.lost)
 
-    def _attribute_in_one_pass(
-        self, request: Request, subspaces: Subspaces, options: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
+    def _one_pass(self, request: Request, options: dict[str, Any]) -> _Steps:
         """Step 2 goes on with the forward pass of step 1, as the method asks for no other."""
         backward = BackwardPass(request)
         self._check_step_1(request, backward.activation, backward.context)
-        check_fits(backward.activation, subspaces.n_features, self.layer_name, self.channel_dim)
-        gradients = backward.through(subspaces, self.channel_dim)
-        return explain_at_input(self.attribution_method, request, gradients, options)
+        self._check_fits(backward.activation)
+        gradients = backward.through(self._fitted(), self.channel_dim)
+        maps = explain_at_input(self.attribution_method, request, gradients, options)
+        return _Steps(maps, backward.activation, backward.context)
 
-    def _attribute_two_steps(
-        self, request: Request, subspaces: Subspaces, with_delta: bool, options: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def _two_steps(self, request: Request, explain: Explain, options: dict[str, Any]) -> _Steps:
         activation, context = self._step_1(request, bool(options.get("show_progress")))
-        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
+        self._check_fits(activation)
         if "baselines" in options:
-            options = {**options, "baselines": self._drawn(request, options["baselines"])}
-        model = RelevanceModel(request, context, subspaces, self._record.needs_gradient)
-        explain = self._record.explain
-        if explain is None:
-            raise TypeError("LRP is filtered in its backward pass; it has no second step")
-        maps = explain(self.attribution_method, request, model, options)
-        if not with_delta:
-            return maps, None
-        total = self._total(request, model, activation, options.get("baselines"))
-        return maps, _sum_of_pixels(maps) - total
+            # In place: the convergence delta needs the baselines that were drawn here.
+            options["baselines"] = self._drawn(request, options["baselines"])
+        model = RelevanceModel(request, context, self._fitted(), self._record.needs_gradient)
+        return _Steps(explain(self.attribution_method, request, model, options), activation, context)
 
-    def _relevance(self, activation: Tensor, context: Tensor, subspaces: Subspaces) -> Tensor:
-        """R_k summed over positions, shape (N, K)."""
-        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
-        per_position = subspaces.relevance(activation, context, self.channel_dim)
-        return sum_over_positions(per_position, self.channel_dim)
+    def _delta(self, request: Request, steps: _Steps, options: dict[str, Any]) -> Tensor:
+        total = _sum_of_pixels(steps.maps)
+        if self._record.explain is None:
+            return self._relevance(steps.activation, steps.context) - total
+        return total - self._total(request, steps.activation, steps.context, options.get("baselines"))
+
+    def _whole(self, request: Request, options: dict[str, Any]) -> Tensor | None:
+        """The map of the wrapped method by itself; None where Captum has none for a callable target."""
+        method, target = copy.copy(self.attribution_method), request.target
+        if callable(target):
+            if isinstance(within_tunnels(method), DeepLift | LRP):
+                return None
+            method.forward_func, target = lambda *args: request.select(request.forward(*args)), None
+        whole: Tensor = method.attribute(
+            request.inputs[0].detach().clone(),
+            target=target,
+            additional_forward_args=request.args or None,
+            **options,
+        )
+        return whole.detach()
 
     def _step_1(self, request: Request, show_progress: bool = False) -> tuple[Tensor, Tensor]:
         method = self._context_method
@@ -322,7 +313,8 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         self._check_step_1(request, activation, context)
         return activation, context
 
-    def _total(self, request: Request, model: RelevanceModel, activation: Tensor, baselines: Any) -> Tensor:
+    def _total(self, request: Request, activation: Tensor, context: Tensor, baselines: Any) -> Tensor:
+        model = RelevanceModel(request, context, self._fitted())
         with torch.no_grad():
             example = torch.arange(len(request), device=activation.device)
             at_input = model.relevance(activation, example)
@@ -377,7 +369,8 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             args = additional_forward_args
         else:
             args = (additional_forward_args,)
-        tensors = tuple(x.detach().clone() if x.is_inference() else x for x in tensors)
+        with torch.inference_mode(False):  # a copy made outside of it can be differentiated
+            tensors = tuple(x.clone() if x.is_inference() else x for x in tensors)
         return Request(
             self._forward,
             self.layer,
@@ -390,7 +383,6 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
         )
 
     def _origin(self) -> dict[str, Any]:
-        """Where pairs and maps of this attributor come from, for their provenance."""
         method = self._context_method
         is_function = not hasattr(type(method), "__dataclass_fields__")
         return {
@@ -400,24 +392,8 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             "model": None if self._model is None else model_fingerprint(self._model),
         }
 
-    def _fitted_for(self, target: Target) -> Subspaces:
-        """The subspaces, compared with what they are going to be used for."""
-        subspaces = self._fitted()
-        if subspaces.provenance is not None:
-            used = Provenance(
-                **self._origin(),
-                channel_dim=self.channel_dim,
-                target=describe_target(target, tuple_is_index=True),
-            )
-            check_provenance(subspaces.provenance, used, "subspaces", self.strict, stacklevel=4)
-        return subspaces
-
-    def _fitted(self) -> Subspaces:
-        if self.subspaces is None:
-            raise ValueError(
-                "there are no subspaces yet: call fit(loader, target), or pass subspaces=Subspaces.load(path)"
-            )
-        return self.subspaces
+    def _known_model(self) -> nn.Module:
+        return self.layer if self._model is None else self._model
 
     def _check_step_1(self, request: Request, activation: Tensor, context: Tensor) -> None:
         if len(activation) != len(request) or activation.shape != context.shape:
@@ -428,6 +404,16 @@ class DisentangledAttribution(Attribution):  # type: ignore[misc]  # Captum is n
             )
         check_finite(activation, f"the activation of layer {self.layer_name!r}")
         check_finite(context, f"the context at layer {self.layer_name!r}")
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What both steps gave: maps (N, K, …), one for each input, and a, c at the layer."""
+
+    maps: tuple[Tensor, ...]
+    activation: Tensor
+    context: Tensor
+    lost: float = 0.0
 
 
 def _module_of(forward: object) -> nn.Module | None:

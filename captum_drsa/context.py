@@ -103,18 +103,18 @@ class LayerAttributionContext:
         return activation, context_from_relevance(activation, relevance.detach())
 
 
-def measure_bypass(request: Request) -> None:
-    """Warn of what goes around the layer, for the first example: a method without gradients cannot see it.
+def measure_bypass(request: Request) -> float | None:
+    """Share that goes around the layer, for the first example: a method without gradients cannot see it.
 
-    Nothing is said of models that cannot be differentiated.
+    None for models that cannot be differentiated. There is a warning if the share is large.
     """
     example = request.example(0) if len(request) > 1 else request
     if not all(torch.is_floating_point(x) for x in request.inputs):
-        return
+        return None
     try:
-        BackwardPass(example)
+        return BackwardPass(example).share_around
     except (RuntimeError, ValueError):
-        return
+        return None
 
 
 def _warn_of_cancellation(sums: Tensor, sizes: Tensor, relevance: Tensor, request: Request) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from captum.attr import Attribution, DeepLift, NoiseTunnel
+from captum.attr import Attribution, DeepLift, FeatureAblation, NoiseTunnel
 from drsa_core.layer import Request, gradients_at_inputs
 from torch import Tensor
 
@@ -48,6 +49,9 @@ def explain_by_perturbation(
     method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """K maps by a method that perturbs the input, shapes (N, K, …): one run, as the output is (n, K)."""
+    if isinstance(method, FeatureAblation) and len(request) > 1 and _has_rows(options, len(request)):
+        # With several outputs Captum's ablation takes one mask for all examples alone.
+        return _explain_each(method, request, model, options)
     attributor = copy.copy(method)
     attributor.forward_func = model
     inputs = tuple(x.detach() for x in request.inputs)
@@ -56,6 +60,33 @@ def explain_by_perturbation(
     # Captum's samplers keep the axes (N, K) of the output, its ablations merge them.
     shape = (len(request), model.n_concepts)
     return tuple(m.reshape(*shape, *x.shape[1:]) for m, x in zip(maps, inputs, strict=True))
+
+
+def _has_rows(options: dict[str, Any], n: int) -> bool:
+    masks = options.get("feature_mask")
+    masks = masks if isinstance(masks, tuple) else (masks,)
+    return any(isinstance(mask, Tensor) and mask.ndim > 0 and len(mask) == n for mask in masks)
+
+
+def _explain_each(
+    method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """The maps of one example after the other, each with its own rows of the options."""
+    n = len(request)
+    parts = []
+    for i in range(n):
+        rows = partial(_row, i=i, n=n)
+        of_example = {
+            name: tuple(map(rows, value)) if isinstance(value, tuple) else rows(value)
+            for name, value in options.items()
+        }
+        alone = request.example(i)
+        parts.append(explain_by_perturbation(method, alone, model.of_example(alone, i), of_example))
+    return tuple(torch.cat(maps) for maps in zip(*parts, strict=True))
+
+
+def _row(value: Any, i: int, n: int) -> Any:
+    return value[i : i + 1] if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n else value
 
 
 def explain_by_surrogate(

@@ -18,6 +18,7 @@ from drsa_core.layer import (
     gradients_at_cut,
     gradients_at_inputs,
     guarded,
+    lost_relevance,
     share_around,
     warn_of_bypass,
     warn_of_loss,
@@ -71,6 +72,8 @@ class LRPPass:
         The model's own activation a at the layer, not the one under the rules' weights.
     relevance, context : tensor, shape (N, …, D, …)
         R and c = R ⊘ a at the layer.
+    lost, share_around : float
+        As in `BackwardPass`.
     """
 
     def __init__(self, method: LRP, request: Request, verbose: bool = False) -> None:
@@ -107,9 +110,11 @@ class LRPPass:
                 modified, self._cut.above, self._inputs, self._name, initial, retain_graph=True
             )
         self.context = context_from_relevance(self.activation, self.relevance)
-        warn_of_loss(self.activation, self.relevance, self._name)
+        self.lost, self.share_around = lost_relevance(self.activation, self.relevance), 0.0
+        warn_of_loss(self.lost, self._name)
         if any(part is not None for part in around):
-            warn_of_bypass(share_around(around, self._below(self.relevance)), self._name)
+            self.share_around = share_around(around, self._below(self.relevance))
+            warn_of_bypass(self.share_around, self._name)
 
     def _second_pass(self, hooks: RuleHooks, request: Request) -> Tensor:
         try:

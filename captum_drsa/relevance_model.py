@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,12 @@ class RelevanceModel(nn.Module):
         further = zip(request.args, request.has_batch_axis, strict=True)
         all_args = [next(of_rows) if batched else value for value, batched in further]
         return self.relevance(request.activation_of((*inputs, *all_args)), example)
+
+    def of_example(self, request: Request, i: int) -> RelevanceModel:
+        """The relevance model of example i alone, for its request."""
+        model = copy.copy(self)
+        model._request, model._filtered = (request,), self._filtered[i : i + 1]
+        return model
 
     @property
     def n_concepts(self) -> int:

@@ -1,19 +1,21 @@
 """Zennit adapter: K-way attributions from Zennit composites and attributors."""
 
 from drsa_core import RelevanceLossWarning
-from drsa_core.nfnet import NFNetCanonizer
+from drsa_core.lrp.nfnet_canonizer import NFNetCanonizer
 
 from .attributor import DisentangledAttributor
 from .collect import collect
 from .composite import DisentangledComposite
 from .doctor import doctor
 from .filter import SubspaceFilter, VirtualLayer
-from .nfnet import NFNetGamma
-from .timm import TimmCanonizer
-from .torchvision import TorchvisionCanonizer
-from .vgg import VGGGamma
+from .models.convnet import ConvNetGamma
+from .models.nfnet import NFNetGamma
+from .models.timm import TimmCanonizer
+from .models.torchvision import TorchvisionCanonizer
+from .models.vgg import VGGGamma
 
 __all__ = [
+    "ConvNetGamma",
     "DisentangledAttributor",
     "DisentangledComposite",
     "NFNetCanonizer",

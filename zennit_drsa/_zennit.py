@@ -1,35 +1,81 @@
-"""The one place that looks into Zennit's hooks; when a Zennit release moves them, look here."""
+"""The one place that looks into Zennit's hooks, rules and composites; when a release moves them, look here.
+
+Zennit 0.5.1 and 1.0.0 are served. From 1.0.0 on, hooks may take keyword arguments of the layer, and its
+canonizers and rules exchange parameters by attributes and new objects instead of `parameter.data`.
+`tests/zennit_adapter/test_contract.py` names all that is relied on.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+import torch
 from drsa_core.fingerprint import feed
-from torch import nn
-from zennit.core import Hook
-from zennit.rules import ReLUBetaSmooth, ReLUDeconvNet, ReLUGuidedBackprop
+from torch import Tensor, nn
+from zennit.canonizers import Canonizer
+from zennit.composites import layer_map_base
+from zennit.core import BasicHook, Hook, ParamMod, RemovableHandle, RemovableHandleList, Stabilizer
+from zennit.rules import (
+    AlphaBeta,
+    Epsilon,
+    Gamma,
+    Norm,
+    Pass,
+    ReLUBetaSmooth,
+    ReLUDeconvNet,
+    ReLUGuidedBackprop,
+    ZBox,
+    ZPlus,
+)
+
+Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 # Rules that modify gradients; every other Zennit rule passes relevance in the gradient's place.
 GRADIENT_RULES = (ReLUBetaSmooth, ReLUDeconvNet, ReLUGuidedBackprop)
-# What a hook keeps of a backward pass, which says nothing about its rule.
+# Rules that drop what is negative, and so are not linear in what comes in.
+NONLINEAR_RULES = (ReLUDeconvNet, ReLUGuidedBackprop)
+# Rules that put their own value in the place of the layer's gradient without reading it.
+_REPLACING = (Pass, ReLUBetaSmooth, ReLUDeconvNet)
+# Rules that reduce to a sum of input ⊙ gradient: where an input is zero its gradient does not matter.
+_MULTIPLIED_BY_INPUT = (AlphaBeta, Epsilon, Gamma, Norm, ZBox, ZPlus)
+# What a hook keeps of a backward pass, which says nothing about its rule. So does what starts with "_".
 _WORKING_STATE = {"stored_tensors", "tensor_handles", "active", "backward", "pre_backward"}
 
 
+# ---------------------------------------------------------------------- which rules are on a model
+
+
+def hooks_on(module: nn.Module) -> list[Hook]:
+    """The Zennit hooks that are registered on a module, once each, in their order."""
+    functions = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    owners = (getattr(function, "__self__", None) for function in functions)
+    # Zennit registers several methods of a hook; dict keeps the order and drops the repetitions.
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Hook)))
+
+
 def hooks_by_module(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
-    """The Zennit hooks that are registered on a model's modules, once each."""
+    """The Zennit hooks that are registered on a model's modules."""
     for module in model.modules():
-        owners = (getattr(function, "__self__", None) for function in module._forward_hooks.values())
-        # Zennit registers several methods of a hook; dict keeps the order and drops the repetitions.
-        for hook in dict.fromkeys(owner for owner in owners if isinstance(owner, Hook)):
+        for hook in hooks_on(module):
             yield module, hook
+
+
+def take_hooks_off(module: nn.Module) -> None:
+    """Unregister the Zennit hooks of a module, without the composite's knowledge."""
+    for functions in (module._forward_hooks, module._forward_pre_hooks):
+        for key, function in list(functions.items()):
+            if isinstance(getattr(function, "__self__", None), Hook):
+                del functions[key]
 
 
 def holds_relevance(model: nn.Module, slot: str | None = None) -> bool:
     """Whether the gradient slot holds relevance (LRP composites) rather than gradients."""
     if slot is not None:
         return slot == "relevance"
-    return any(hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
+    return any(is_active(hook) and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
 
 
 def describe_rules(model: nn.Module) -> str:
@@ -46,3 +92,150 @@ def describe_rules(model: nn.Module) -> str:
 def _is_working_state(attribute: str) -> bool:
     # Rules of this package keep graphs and the like under names with an underscore.
     return attribute in _WORKING_STATE or attribute.startswith("_")
+
+
+# ---------------------------------------------------------------------- what a hook keeps
+
+
+def is_active(hook: Hook) -> bool:
+    """Whether a hook modifies gradients at the moment; `Composite.inactive` switches it off."""
+    return bool(hook.active)
+
+
+def keep(hook: Hook, **tensors: Any) -> None:
+    """Store tensors in a hook; Zennit lets go of them when the hook is removed."""
+    hook.stored_tensors.update(tensors)
+
+
+def kept(hook: Hook, name: str) -> Any:
+    """What was stored in a hook: "input" (a tuple, as the layer got it), "grad_output" or one's own."""
+    return hook.stored_tensors[name]
+
+
+@contextmanager
+def replaced_method(hook: Hook, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another `backward` or `pre_backward` for one hook; Zennit looks them up at every pass."""
+    try:
+        setattr(hook, name, function)
+        yield
+    finally:
+        vars(hook).pop(name, None)
+
+
+def register_positional(hook: Hook, module: nn.Module) -> RemovableHandleList:
+    """Register `hook.pre_forward(module, args)` and `hook.forward(module, args, output)` and nothing else.
+
+    Zennit's own `register` also puts identities before and after the layer, which carry a backward hook.
+    """
+    return RemovableHandleList(
+        [
+            RemovableHandle(hook),
+            module.register_forward_pre_hook(hook.pre_forward),
+            module.register_forward_hook(hook.forward),
+        ]
+    )
+
+
+# ---------------------------------------------------------------------- what a rule computes
+
+
+def is_basic(hook: Hook) -> bool:
+    """Whether a hook computes backward what Zennit's `BasicHook` does: modified forward passes, reduced."""
+    return type(hook).backward is BasicHook.backward
+
+
+def replaces_gradient(hook: Hook) -> bool:
+    """Whether a rule never reads the gradient that autograd computes for its layer.
+
+    A hook class of one's own says so with a class attribute `replaces_gradient = True`.
+    """
+    own = getattr(type(hook), "replaces_gradient", False) is True
+    return own or is_basic(hook) or type(hook) in _REPLACING
+
+
+def multiplies_by_input(hook: Hook) -> bool:
+    """Whether a rule's relevance is a sum of products with its modified inputs."""
+    return type(hook) in _MULTIPLIED_BY_INPUT
+
+
+def original_backward(hook: Hook, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
+    """What the class of a hook computes backward, whatever `replaced_method` has put in its place."""
+    return type(hook).backward(hook, module, grad_input, grad_output)
+
+
+def modified_forwards(hook: BasicHook, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and outputs of a basic hook's modified forward passes, with a graph from one to the other."""
+    first, *others = kept(hook, "input")
+    # Zennit 0.5.1 knows neither further arguments nor keywords, 1.0.0 hands both on.
+    keywords = hook.stored_tensors.get("kwargs")
+    others, keywords = ([], {}) if keywords is None else (others, keywords)
+    passes = []
+    modifiers = zip(hook.input_modifiers, hook.param_modifiers, hook.output_modifiers, strict=True)
+    for modify_input, modify_parameters, modify_output in modifiers:
+        # A modifier may return what it got, or a view of it: requires_grad must not reach what is stored.
+        input = modify_input(first.detach()).detach().requires_grad_()
+        with ParamMod.ensure(modify_parameters)(module) as modified, torch.enable_grad():
+            output = modify_output(modified.forward(input, *others, **keywords))
+        passes.append((input, output))
+    return passes
+
+
+def mapped_relevance(hook: BasicHook, relevance: Tensor, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a basic hook sends back through each of its modified forward passes."""
+    mapped = hook.gradient_mapper(relevance, outputs)
+    return [mapped] if isinstance(mapped, Tensor) else mapped
+
+
+def reduced(hook: BasicHook, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """The relevance that a basic hook makes of the gradients of its modified forward passes."""
+    relevance: Tensor = hook.reducer(inputs, gradients)
+    return relevance
+
+
+def stabilized(denominator: Tensor, stabilizer: float) -> Tensor:
+    """The denominator with `stabilizer` added with its sign, as in Zennit's rules."""
+    result: Tensor = Stabilizer.ensure(stabilizer)(denominator)
+    return result
+
+
+def rule_for_others(module: nn.Module, stabilizer: float) -> Hook | None:
+    """Zennit's usual rule for a layer without weights: activations, sums, average pooling, norms."""
+    return next((hook for types, hook in layer_map_base(stabilizer) if isinstance(module, types)), None)
+
+
+# ---------------------------------------------------------------------- canonizers
+
+
+def applied_reversibly(canonizer: Canonizer, root: nn.Module) -> list[Any]:
+    """Apply one of Zennit's canonizers; removing what is returned leaves no trace.
+
+    Zennit 1.0.0 hides parameters and statistics behind attributes of the same name, which stay when it takes
+    a canonizer back: changes to the parameters, by an optimiser for instance, would then have no effect.
+    """
+    originals = _Originals(root)
+    try:
+        return [*canonizer.apply(root), originals]
+    except BaseException:
+        originals.remove()
+        raise
+
+
+class _Originals:
+    """A handle that puts parameters and buffers back in their places, and takes away what hides them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        for module in root.modules():
+            names = [*module._parameters, *module._buffers, "eps"]
+            hidden = {name: vars(module)[name] for name in names if name in vars(module)}
+            self._modules.append((module, dict(module._parameters), dict(module._buffers), hidden))
+
+    def remove(self) -> None:
+        """Restore the model; a second call does nothing."""
+        while self._modules:
+            module, parameters, buffers, hidden = self._modules.pop()
+            for name in [*parameters, *buffers, "eps"]:
+                vars(module).pop(name, None)
+            vars(module).update(hidden)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import torch
-from drsa_core import DRSA, Pairs, PairStore, Provenance, Subspaces, check_provenance, model_fingerprint
-from drsa_core.collect import collect_pairs
-from drsa_core.estimator import Solver, learn_subspaces
+from drsa_core import Explanation, Losses, Pairs, Subspaces, model_fingerprint
+from drsa_core.explainer import check_subspaces, single_input
 from drsa_core.layer import (
     TOLERANCE,
-    BackwardPass,
-    IntegratedGradientsContext,
-    Request,
-    check_fits,
+    Inputs,
     eager,
-    filter_context,
     find_layer,
     guarded,
-    sum_over_positions,
     uninterrupted,
     warn_of_training,
 )
 from drsa_core.parameters import as_int
-from drsa_core.target import Target
+from drsa_core.provenance import describe_target
+from drsa_core.target import Target, select_scores
 from torch import Tensor, nn
-from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
+from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion
 
-from ._zennit import describe_rules, holds_relevance
+from ._zennit import holds_relevance
 from .composite import GuardedComposite
 from .explained import (
     AttrOutput,
@@ -41,13 +34,13 @@ from .explained import (
     start_of_target,
     targets_in,
 )
+from .maps import ConceptMaps
 from .nonfinite import check_finite
-from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
 
 _T = TypeVar("_T")
 
 
-class DisentangledAttributor(Attributor):  # type: ignore[misc]
+class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     """A Zennit attributor that returns one map for each concept.
 
     Parameters
@@ -111,8 +104,6 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
                 "attributor must be Zennit's Gradient, SmoothGrad, IntegratedGradients or Occlusion, "
                 f"got {type(attributor).__name__}"
             )
-        if subspaces is not None and not isinstance(subspaces, Subspaces):
-            raise TypeError(f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}")
         if slot not in (None, "relevance", "gradient"):
             raise ValueError(f"slot must be 'relevance', 'gradient' or None, got {slot!r}")
         if two_step and not isinstance(attributor, IntegratedGradients | Occlusion):
@@ -129,7 +120,7 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         self.attributor = copy.copy(attributor)
         self.attributor.model = model
         self.layer_name, self.layer = find_layer(model, layer)
-        self.subspaces, self.channel_dim = subspaces, as_int(channel_dim, "channel_dim")
+        self.subspaces, self.channel_dim = check_subspaces(subspaces), as_int(channel_dim, "channel_dim")
         self.residual, self.two_step = residual, two_step
         self.context_steps = as_int(context_steps, "context_steps", 1)
         self.chunk = None if chunk is None else as_int(chunk, "chunk", 1)
@@ -141,11 +132,14 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
 
     @uninterrupted
     def __enter__(self) -> Self:
-        if self.subspaces is not None and self.subspaces.provenance is not None:
-            self._fingerprint = model_fingerprint(self.model)  # before canonizers change weights
-        warn_of_training(self.model)
+        self._look_at_model()
         super().__enter__()
         return self
+
+    def _look_at_model(self) -> None:
+        """To be done before the composite is registered, which may change weights."""
+        self._fingerprint = model_fingerprint(self.model)
+        warn_of_training(self.model)
 
     @uninterrupted
     def __exit__(self, *error: object) -> None:
@@ -154,38 +148,22 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
     def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
         """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
         _check_input(input)
-        return super().__call__(input, checked_attr_output(attr_output))
+        call, attr_output = super().__call__, checked_attr_output(attr_output)
+        return self._in_context(lambda: call(input, attr_output))
 
     def forward(self, input: Tensor, attr_output_fn: AttrOutput) -> tuple[Tensor, Tensor]:
         """As `__call__`, inside of the attributor's context."""
-        self._check_canonizers(input)
         start = checked_start(attr_output_fn)
-        return guarded(self.model, lambda: self._explain(input.detach().clone(), start))
-
-    def concept_relevance(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Tensor:
-        """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K).
-
-        The context is that at the input; for `IntegratedGradients` in two steps, that of the path.
-        """
-
-        start = checked_start(self._as_function(attr_output))
-
-        def relevance(input: Tensor) -> Tensor:
-            output, activation, context = self._context(input, start, ScoreOf(start))
-            self._check_provenance(output, start)
-            result = self._score(activation, context)
-            check_finite(result, self.model, input, start)
-            return result
-
-        return self._registered(relevance, input)
+        return self._registered(lambda input: self._explain(input, start), input)
 
     # ------------------------------------------------------------------ with a target, as both adapters
 
-    def context(self, input: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    def context(self, input: Inputs, target: Target) -> tuple[Tensor, Tensor]:
         """Activations a and contexts c at the layer, shapes (N, …, D, …).
 
-        Relevance starts as the score itself, R = y (Note A), so that Σ aᵀc over all positions of an image is
-        y where the rules conserve it.
+        The context is that at the input; for `IntegratedGradients` in two steps, that of the path. Relevance
+        starts as the score itself, R = y (Note A), so that Σ aᵀc over all positions of an image is y where
+        the rules conserve it.
 
         Parameters
         ----------
@@ -194,287 +172,129 @@ class DisentangledAttributor(Attributor):  # type: ignore[misc]
         """
 
         def pair(input: Tensor) -> tuple[Tensor, Tensor]:
-            start = start_of_target(target, holds_relevance(self.model, self.slot))
-            _, activation, context = self._context(input, start, target)
-            for found in (activation, context):
+            start, scores = self._explained(target)
+            step = self._context(input, start, scores)
+            for found in (step.activation, step.context):
                 check_finite(found, self.model, input, start)
-            return activation, context
+            return step.activation, step.context
 
-        return self._registered(pair, input)
+        return self._registered(pair, single_input(input))
 
-    def collect(
-        self,
-        loader: Iterable[Any],
-        target: Target | str,
-        positions: int | None = 20,
-        random_state: int | None = None,
-        progress: bool | None = None,
-        store: PairStore | None = None,
-    ) -> Pairs:
-        """Pairs (a, c) at random positions of every image of a loader; see `zennit_drsa.collect`."""
-        parameter = next(self.model.parameters(), None)
-        fingerprint = model_fingerprint(self.model)  # before rules and canonizers are there
-        with self:
-            return collect_pairs(
-                lambda inputs, of_batch: self.context(_single(inputs), of_batch),
-                loader,
-                target,
-                positions=positions,
-                random_state=random_state,
-                store=store,
-                progress=progress,
-                device=None if parameter is None else parameter.device,
-                channel_dim=self.channel_dim,
-                backend="zennit",
-                method=self._method(),
-                layer=self.layer_name,
-                model=fingerprint,
-            )
+    def concept_relevance(self, input: Tensor, target: Target | AttrOutput = None) -> Tensor:
+        """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K).
 
-    def fit(
-        self,
-        loader: Iterable[Any],
-        target: Target | str,
-        solver: Solver | None = None,
-        positions: int | None = 20,
-        random_state: int | None = None,
-        progress: bool | None = None,
-        store: PairStore | None = None,
-    ) -> Self:
-        """Collect pairs from a loader and learn `subspaces` from them.
+        `target` as in `context`, or an `attr_output` as Zennit takes it.
+        """
+
+        def relevance(input: Tensor) -> Tensor:
+            start, scores = self._explained(target)
+            step = self._context(input, start, scores)
+            self._check_start(step.output, start)
+            result = self._relevance(step.activation, step.context)
+            check_finite(result, self.model, input, start)
+            return result
+
+        return self._registered(relevance, input)
+
+    def explain(self, input: Inputs, target: Target, *, whole: bool = True) -> Explanation:
+        """K maps (N, K, *input), with the whole map and what adds up to what.
 
         Parameters
         ----------
-        loader, target, positions, random_state, progress, store
-            As in `zennit_drsa.collect`.
-        solver : PRCA, DRSA, …, optional
-            Default `DRSA(n_subspaces=4)`.
+        input : tensor, shape (N, …)
+        target
+            As in `context`.
+        whole : bool
+            Whether to compute the map of the wrapped attributor as well, at the price of one more map.
         """
-        solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
-        pairs = self.collect(loader, target, positions, random_state, progress, store)
-        self.subspaces = learn_subspaces(solver, pairs)
-        return self
 
-    # ------------------------------------------------------------------ maps, shape (K, N, *input)
+        def explanation(input: Tensor) -> Explanation:
+            start, scores = self._explained(target)
+            step = self._context(input, start, scores)
+            self._check_start(step.output, start)
+            state = torch.get_rng_state()
+            maps = self._maps(input, start)[1].movedim(0, 1)
+            by_itself = self._whole(input, start, state) if whole else None
+            check_finite(maps, self.model, input, start)
+            integrates = isinstance(self.attributor, IntegratedGradients)
+            return Explanation(
+                maps=maps.detach(),
+                whole=by_itself,
+                concept_relevance=self._relevance(step.activation, step.context),
+                score=select_scores(step.output, target),
+                subspaces=self._fitted(),
+                provenance=self._used_for(describe_target(target, tuple_is_index=True)),
+                losses=Losses(step.lost, step.share_around),
+                adds_up_by_pixel=not self._in_two_steps,
+                is_relevance=integrates or holds_relevance(self.model, self.slot),
+            )
+
+        return self._registered(explanation, single_input(input))
+
+    def collect(self, *args: Any, **kwargs: Any) -> Pairs:
+        """Pairs (a, c) at random positions of every image of a loader; see `zennit_drsa.collect`."""
+        collect = super().collect
+        return self._in_context(lambda: collect(*args, **kwargs))
 
     def _explain(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         state = torch.get_rng_state()
         output, maps = self._maps(input, start)
-        self._check_provenance(output, start)
+        self._check_start(output, start)
         relevance = maps.movedim(0, 1)
         if self.residual:
-            torch.set_rng_state(state)  # the same noise for the whole as for its parts
-            whole = self.attributor.forward(input.clone(), start)[1].detach()
+            whole = self._whole(input, start, state)
             relevance = torch.cat([relevance, (whole - relevance.sum(1)).unsqueeze(1)], dim=1)
         check_finite(relevance, self.model, input, start)
         return output, relevance
 
-    def _maps(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
-        attributor = self.attributor
-        if isinstance(attributor, Occlusion):
-            return self._occlusion(input, start)
-        if isinstance(attributor, IntegratedGradients):
-            baseline = attributor.baseline_fn(input)
-            alphas = torch.linspace(1.0 / attributor.n_iter, 1.0, attributor.n_iter)
-            path = (baseline + alpha * (input - baseline) for alpha in alphas)
-            if self._in_two_steps:
-                output, mean = self._integrate_model(input, path, start)
-            else:
-                output, mean = self._average(path, start)
-            return output, mean * (input - baseline)
-        if isinstance(attributor, SmoothGrad):
-            return self._average(self._noisy(input), start)
-        return self._gradients(input, start)
-
-    def _gradients(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
-        """Filter what arrives at the layer by concept, and pass each part down (section 3, Eqs. 1 and 2)."""
-        subspaces, create_graph = self._fitted(), self.attributor.create_graph
-        hooks = list(self.composite.hook_refs)
-        with ExitStack() as stack:
-            if not create_graph:
-                stack.enter_context(skipped_gradients(self.model))
-            backward = self._backward(input, start, create_graph)
-            check_fits(backward.activation, subspaces.n_features, self.layer_name, self.channel_dim)
-            start_pass = stack.enter_context(shared_forwards(hooks))
-
-            def below(part: Tensor) -> Tensor:
-                start_pass()
-                return backward.below(part)[0]
-
-            whole = None
-            if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
-                whole = below(backward.arriving)
-            maps: list[Tensor] = []
-            for group in self._groups():
-                for part in backward.cotangents(group, self.channel_dim):
-                    last = len(maps) + 1 == subspaces.n_subspaces
-                    if last and whole is not None and subspaces.is_complete and maps:
-                        # The pass for the signs gave the sum of all maps: the last one is what is left.
-                        maps.append(whole - torch.stack(maps).sum(0))
-                    else:
-                        maps.append(below(part))
-        keep = create_graph or self.attributor.retain_graph
-        return (backward.output if keep else backward.output.detach()), torch.stack(maps)
-
-    def _average(self, path: Iterator[Tensor], start: AttrOutput) -> tuple[Tensor, Tensor]:
-        n_iter = self.attributor.n_iter
-        total: Tensor | None = None
-        for point in path:
-            output, maps = self._gradients(point, start)
-            total = maps / n_iter if total is None else total + maps / n_iter
-        if total is None:
-            raise ValueError(f"n_iter must be at least 1, got {n_iter}")
-        return output, total
-
-    def _noisy(self, input: Tensor) -> Iterator[Tensor]:
-        # The draws are in the order of Zennit's SmoothGrad, so that a seed gives both the same noise.
-        dims = tuple(range(1, input.ndim))
-        std = self.attributor.noise_level * (input.amax(dims, keepdim=True) - input.amin(dims, keepdim=True))
-        for _ in range(self.attributor.n_iter - 1):
-            yield input + torch.randn_like(input) * std
-        yield input
-
-    # ------------------------------------------------------------------ two steps (Note B)
-
-    @property
-    def _in_two_steps(self) -> bool:
-        if self.two_step is not None:
-            return self.two_step
-        if isinstance(self.attributor, IntegratedGradients):
-            return not holds_relevance(self.model, self.slot)
-        return isinstance(self.attributor, Occlusion)
-
-    @property
-    def _integrates_context(self) -> bool:
-        is_path = isinstance(self.attributor, IntegratedGradients) and self._in_two_steps
-        return is_path and not holds_relevance(self.model, self.slot)
-
-    def _context(self, input: Tensor, start: AttrOutput, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-        """Step 1: the model's output, the activation a and its context c."""
-        with skipped_gradients(self.model):
-            backward = self._backward(input, start)
-        output, activation, context = backward.output.detach(), backward.activation, backward.context.detach()
-        if self._integrates_context:
-            activation, context = self._path_context(self._request(input, target))
-        return output, activation, context
-
-    @property
-    def _path_context(self) -> IntegratedGradientsContext:
-        return IntegratedGradientsContext(self.context_steps)
-
-    def _integrate_model(
-        self, input: Tensor, path: Iterator[Tensor], start: AttrOutput
-    ) -> tuple[Tensor, Tensor]:
-        """Step 2 of Integrated Gradients: mean over the path of ∂R̂_k/∂x."""
-        output, activation, context = self._context(input, start, ScoreOf(start))
-        subspaces = self._fitted()
-        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
-        total = input.new_zeros(subspaces.n_subspaces, *input.shape)
-        for point in path:
-            point = point.detach().requires_grad_()
-            activation = self._request(point, None).activation()
-            k = 0
-            for group in self._groups():
-                for part in filter_context(context, group, self.channel_dim):
-                    (gradient,) = torch.autograd.grad(activation, point, part, retain_graph=True)
-                    total[k] += gradient / self.attributor.n_iter
-                    k += 1
-        return output, total
-
-    def _occlusion(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
-        """Step 2 of occlusion: Zennit's own loop over the windows, with R̂_k in the place of the output."""
-        output, _, context = self._context(input, start, ScoreOf(start))
-        scores: list[Tensor] = []
-
-        def first_run(occluded: Tensor) -> Tensor:
-            with torch.no_grad():
-                scores.append(self._score(self._request(occluded, None).activation(), context))
-            return scores[-1][:, :1]
-
-        def run(model: Callable[[Tensor], Tensor]) -> Tensor:
-            occlusion = copy.copy(self.attributor)
-            occlusion.model, occlusion.composite = model, None
-            result: Tensor = occlusion.forward(input, lambda score: score)[1]
-            return result
-
-        maps = [run(first_run)]
-        for k in range(1, self._fitted().n_subspaces):
-            remembered = iter([score[:, k : k + 1] for score in scores])
-            maps.append(run(partial(_next, remembered)))
-        return output, torch.stack(maps)
-
     # ------------------------------------------------------------------ parts
-
-    def _request(self, input: Tensor, target: Target) -> Request:
-        return Request(self.model, self.layer, self.layer_name, (input,), target, self.channel_dim)
-
-    def _backward(self, input: Tensor, start: AttrOutput, create_graph: bool = False) -> BackwardPass:
-        return BackwardPass(
-            self._request(input, None),
-            start=start,
-            holds_relevance=holds_relevance(self.model, self.slot),
-            create_graph=create_graph,
-            tolerance=self.tolerance,
-        )
-
-    def _score(self, activation: Tensor, context: Tensor) -> Tensor:
-        """R_k summed over positions, shape (N, K)."""
-        subspaces = self._fitted()
-        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
-        return sum_over_positions(
-            subspaces.relevance(activation, context, self.channel_dim), self.channel_dim
-        )
-
-    def _groups(self) -> Iterator[Subspaces]:
-        subspaces = self._fitted()
-        size = self.chunk or subspaces.n_subspaces
-        for first in range(0, subspaces.n_subspaces, size):
-            yield subspaces.select(range(first, min(first + size, subspaces.n_subspaces)))
 
     def _registered(self, work: Callable[[Tensor], _T], input: Tensor) -> _T:
         """`work(input)` with the composite registered."""
         _check_input(input)
-        if self.composite.handles:
-            return guarded(self.model, lambda: work(input.detach().clone()))
-        with self:
+
+        def checked() -> _T:
+            self._check_canonizers(input)
             return guarded(self.model, lambda: work(input.detach().clone()))
 
-    def _as_function(self, attr_output: Tensor | AttrOutput | None) -> AttrOutput:
-        checked = checked_attr_output(attr_output)
-        if isinstance(checked, Tensor):
-            return lambda output: checked
-        return self.attr_output_fn if checked is None else checked
+        return self._in_context(checked)
+
+    def _in_context(self, work: Callable[[], _T]) -> _T:
+        """`work()` inside of the attributor's context, be it the user's or one for this call."""
+        if self.composite.handles:
+            return work()
+        self._look_at_model()
+        return self.composite.registered(self.model, work)
+
+    def _explained(self, target: Target | AttrOutput) -> tuple[AttrOutput, Target]:
+        """What the gradient slot holds at the output, and the scores that are explained."""
+        if target is None:
+            start = checked_start(self.attr_output_fn)
+        elif isinstance(target, Tensor) and target.is_floating_point():
+            attr_output = target
+            start = checked_start(lambda output: attr_output)
+        else:
+            start = start_of_target(target, holds_relevance(self.model, self.slot))
+            if not callable(target):
+                return start, target
+        return start, ScoreOf(start)
 
     # ------------------------------------------------------------------ checks
 
-    def _fitted(self) -> Subspaces:
-        if self.subspaces is None:
-            raise ValueError(
-                "there are no subspaces yet: call fit(loader, target), or pass subspaces=Subspaces.load(path)"
-            )
-        return self.subspaces
+    def _origin(self) -> dict[str, Any]:
+        return {
+            "backend": "zennit",
+            "method": self._method(),
+            "layer": self.layer_name,
+            "model": self._fingerprint,
+        }
 
-    def _method(self) -> str:
-        """How contexts are found, with the rules that are registered now."""
-        rules = describe_rules(self.model)
-        how = repr(self._path_context) if self._integrates_context else "GradientContext()"
-        if holds_relevance(self.model, self.slot):
-            return f"LRP({rules})"
-        return f"{how} under {rules}" if rules else how
+    def _known_model(self) -> nn.Module:
+        return self.model
 
-    def _check_provenance(self, output: Tensor, start: AttrOutput) -> None:
-        made = self._fitted().provenance
-        if made is None:
-            return
-        used = Provenance(
-            backend="zennit",
-            method=self._method(),
-            layer=self.layer_name,
-            channel_dim=self.channel_dim,
-            target=targets_in(start(output)),
-            model=self._fingerprint,
-        )
-        check_provenance(made, used, "subspaces", self.strict, stacklevel=7)
+    def _check_start(self, output: Tensor, start: AttrOutput) -> None:
+        if self._fitted().provenance is not None:
+            self._check_use(targets_in(start(output)), stacklevel=7)
 
     def _check_canonizers(self, input: Tensor) -> None:
         """Compare the first forward pass with that of the untouched model: a canonizer may not fit it."""
@@ -514,13 +334,3 @@ def _check_input(input: object) -> None:
         raise TypeError(f"input must be floating point, got {input.dtype}; convert it with .float()")
     if input.ndim == 0 or not len(input):
         raise ValueError(f"input must hold at least one example, got shape {tuple(input.shape)}")
-
-
-def _single(inputs: object) -> Tensor:
-    if isinstance(inputs, Tensor):
-        return inputs
-    raise TypeError("Zennit's attributors take one input, but the loader gives several; use captum_drsa")
-
-
-def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:
-    return next(remembered)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from drsa_core.canonical import (
+from drsa_core.lrp import (
     ModuleEdits,
     OverDenominator,
     TimesInput,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from drsa_core import Subspaces
 from drsa_core.layer import TOLERANCE, Guard, uninterrupted
@@ -12,6 +13,8 @@ from zennit.core import Composite, CompositeContext
 
 from ._zennit import hooks_by_module
 from .filter import Concept, SubspaceFilter
+
+_T = TypeVar("_T")
 
 
 class GuardedComposite(Composite):  # type: ignore[misc]
@@ -51,27 +54,43 @@ class GuardedComposite(Composite):  # type: ignore[misc]
                 f"another Zennit composite is registered to this {type(module).__name__}, and the rules of "
                 "both would apply; leave its context first"
             )
-        guard = self._guard = Guard(module)
+        guard = Guard(module)
         try:
             guard.begin()
-            super().register(module)
+            super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
         except BaseException:
+            self._guard = guard
             self.remove()
             raise
+        self._guard = guard
         if guard.was_interrupted:
             self.remove()
 
     @uninterrupted
     def remove(self) -> None:
         """Take everything off the model, last things first: canonizers may have changed the same weights."""
-        self.handles.reverse()
         try:
+            self.handles.reverse()
             super().remove()
         finally:
+            # Also if a canonizer failed to undo what it did: the guard does.
+            self.handles.clear()
+            self.hook_refs.clear()
             guard, self._guard = self._guard, None
             if guard is not None:
                 guard.end()
+
+    def registered(self, module: nn.Module, work: Callable[[], _T]) -> _T:
+        """`work()` with the composite registered to a model; two `finally` clauses, as in `guarded`."""
+        try:
+            try:
+                self.register(module)
+                return work()
+            finally:
+                self.remove()
+        finally:
+            self.remove()
 
     def context(self, module: nn.Module) -> CompositeContext:
         """A context in which the composite is registered to a model."""

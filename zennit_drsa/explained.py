@@ -13,9 +13,16 @@ AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
-    """What the gradient slot holds at the output: ∂y/∂output, times the output for relevance (Note A)."""
+    """What the gradient slot holds at the output: ∂y/∂output, times the output for relevance (Note A).
+
+    A function that returns something of the output's shape is Zennit's `attr_output`, and is that already.
+    """
 
     def start(output: Tensor) -> Tensor:
+        if callable(target) and output.ndim > 1:
+            value = target(output)
+            if isinstance(value, Tensor) and value.shape == output.shape:
+                return value
         gradient = gradient_at_output(output, target)
         return output.detach() * gradient if holds_relevance else gradient
 

@@ -7,8 +7,15 @@ from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Subspaces, context_from_relevance, find_layer
-from drsa_core.canonical import registered_copy
-from drsa_core.layer import TOLERANCE, as_activation, check_fits, warn_of_loss, warn_of_training
+from drsa_core.layer import (
+    TOLERANCE,
+    as_activation,
+    check_fits,
+    lost_relevance,
+    warn_of_loss,
+    warn_of_training,
+)
+from drsa_core.lrp import registered_copy
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
@@ -71,7 +78,7 @@ class VirtualLayer:
         """Keep `concept`: a ⊙ U_kU_kᵀ(R ⊘ a) for relevance R, U_kU_kᵀg for a gradient g."""
         if not holds_relevance(self.root, self.slot):
             return self._keep(gradient, self.subspaces)
-        warn_of_loss(activation, gradient, self.name, self.tolerance)
+        warn_of_loss(lost_relevance(activation, gradient.detach()), self.name, self.tolerance)
         if self.concept is None and self.subspaces.is_complete:
             return torch.where(activation != 0, gradient, 0)
         return activation * self._keep(context_from_relevance(activation, gradient), self.subspaces)

@@ -11,46 +11,30 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zennit.core import BasicHook, Hook, ParamMod
-from zennit.rules import (
-    AlphaBeta,
-    Epsilon,
-    Gamma,
-    Norm,
-    Pass,
-    ReLUBetaSmooth,
-    ReLUDeconvNet,
-    ReLUGuidedBackprop,
-    ZBox,
-    ZPlus,
+from zennit.core import BasicHook, Hook
+from zennit.rules import ReLUBetaSmooth, ReLUGuidedBackprop
+
+from ._zennit import (
+    NONLINEAR_RULES,
+    Gradients,
+    hooks_by_module,
+    is_active,
+    is_basic,
+    keep,
+    mapped_relevance,
+    modified_forwards,
+    multiplies_by_input,
+    original_backward,
+    reduced,
+    replaced_method,
+    replaces_gradient,
 )
 
-from ._zennit import hooks_by_module
-
-Gradients: TypeAlias = tuple[Tensor | None, ...]
-
-# Rules that reduce to a sum of input ⊙ gradient: where an input is zero its gradient does not matter.
-_MULTIPLIED_BY_INPUT = (AlphaBeta, Epsilon, Gamma, Norm, ZBox, ZPlus)
-# Rules that drop what is negative, and so are not linear in what comes in.
-NONLINEAR_RULES = (ReLUDeconvNet, ReLUGuidedBackprop)
-# Rules that put their own value in the place of the layer's gradient without reading it.
-_REPLACING = (Pass, ReLUBetaSmooth, ReLUDeconvNet)
-
-
-def replaces_gradient(hook: Hook) -> bool:
-    """Whether a rule never reads the gradient that autograd computes for its layer.
-
-    A hook class of one's own says so with a class attribute `replaces_gradient = True`.
-    """
-    return (
-        type(hook).backward is BasicHook.backward
-        or type(hook) in _REPLACING
-        or getattr(type(hook), "replaces_gradient", False) is True
-    )
+__all__ = ["NONLINEAR_RULES", "shared_forwards", "skipped_gradients"]
 
 
 @contextmanager
@@ -59,8 +43,8 @@ def skipped_gradients(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module, hook in list(hooks_by_module(model)):
             if replaces_gradient(hook):
-                stack.callback(vars(hook).pop, "pre_backward", None)
-                hook.pre_backward = partial(_store_gradient, weakref.ref(hook))
+                store = partial(_store_gradient, weakref.ref(hook))
+                stack.enter_context(replaced_method(hook, "pre_backward", store))
                 handle = module.register_forward_hook(partial(_cut, weakref.ref(hook)))
                 stack.callback(handle.remove)
         yield
@@ -71,7 +55,7 @@ def _store_gradient(
 ) -> None:
     hook = hook_ref()
     if hook is not None and any(gradient is not None for gradient in grad_output):
-        hook.stored_tensors["grad_output"] = grad_output
+        keep(hook, grad_output=grad_output)
 
 
 def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any) -> None:
@@ -87,9 +71,9 @@ def _cut(hook_ref: weakref.ref[Hook], module: nn.Module, args: Any, output: Any)
         return
 
     def before(grad_output: Gradients) -> Gradients | None:
-        hooks = [hook for ref in waiting if (hook := ref()) is not None and hook.active]
+        hooks = [hook for ref in waiting if (hook := ref()) is not None and is_active(hook)]
         for hook in hooks:
-            hook.stored_tensors["grad_output"] = grad_output
+            keep(hook, grad_output=grad_output)
         return (None,) * len(grad_output) if hooks else None
 
     node.register_prehook(before)
@@ -116,7 +100,7 @@ def shared_forwards(hooks: Iterable[Hook]) -> Iterator[Callable[[], None]]:
 
     with ExitStack() as stack:
         for hook in list(hooks):
-            if type(hook).backward is BasicHook.backward:
+            if is_basic(hook):
                 backward = _BasicPasses(hook).backward
             elif type(hook) in NONLINEAR_RULES:
                 signs.append(_SignPasses(hook))
@@ -125,8 +109,7 @@ def shared_forwards(hooks: Iterable[Hook]) -> Iterator[Callable[[], None]]:
                 backward = _SmoothPasses(hook).backward
             else:
                 continue
-            stack.callback(vars(hook).pop, "backward", None)
-            hook.backward = backward
+            stack.enter_context(replaced_method(hook, "backward", backward))
         yield start_pass
 
 
@@ -144,29 +127,22 @@ class _BasicPasses:
         if hook is None or relevance is None:
             return None
         if relevance.requires_grad:  # a graph of the backward pass itself is asked for
-            return BasicHook.backward(hook, module, grad_input, grad_output)
+            return original_backward(hook, module, grad_input, grad_output)
         if not self.inputs:
             self._forward(hook, module)
-        mapped = hook.gradient_mapper(relevance, self.outputs)
-        mapped = [mapped] if isinstance(mapped, Tensor) else mapped
+        mapped = mapped_relevance(hook, relevance, self.outputs)
         gradients = [
             _vjp(output, input, gradient) if needed else torch.zeros_like(input)
             for output, input, gradient, needed in zip(
                 self.outputs, self.inputs, mapped, self.needed, strict=True
             )
         ]
-        reduced = hook.reducer(self.inputs, gradients).detach()
-        return tuple(reduced if g is not None and g.shape == reduced.shape else None for g in grad_input)
+        result = reduced(hook, self.inputs, gradients).detach()
+        return tuple(result if g is not None and g.shape == result.shape else None for g in grad_input)
 
     def _forward(self, hook: BasicHook, module: nn.Module) -> None:
-        original = hook.stored_tensors["input"][0].detach()
-        skip_zeros = type(hook) in _MULTIPLIED_BY_INPUT
-        modifiers = zip(hook.input_modifiers, hook.param_modifiers, hook.output_modifiers, strict=True)
-        for modify_input, modify_parameters, modify_output in modifiers:
-            # A modifier may return what it got, or a view of it: requires_grad must not reach what is stored.
-            input = modify_input(original).detach().requires_grad_()
-            with ParamMod.ensure(modify_parameters)(module) as modified, torch.enable_grad():
-                output = modify_output(modified.forward(input))
+        skip_zeros = multiplies_by_input(hook)
+        for input, output in modified_forwards(hook, module):
             self.inputs.append(input)
             self.outputs.append(output)
             self.needed.append(not skip_zeros or bool(input.any()))
@@ -210,9 +186,9 @@ class _SmoothPasses:
         if hook is None or gradient is None:
             return None
         if torch.is_grad_enabled():  # a graph of the backward pass itself is asked for
-            return type(hook).backward(hook, module, grad_input, grad_output)
+            return original_backward(hook, module, grad_input, grad_output)
         if self.factor is None:
-            self.factor = type(hook).backward(hook, module, grad_input, (gradient.new_ones(()),))[0]
+            self.factor = original_backward(hook, module, grad_input, (gradient.new_ones(()),))[0]
         return (self.factor * gradient,)
 
 

@@ -1,9 +1,6 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
-from .baselines import DSA, PCA, MaxRel, RandomSubspaces
-from .concepts import ibd_subspaces, netdissect_subspaces
-from .drsa import DRSA, ConvergenceWarning
-from .estimator import NotFittedError
+from .explanation import Certificate, Explanation, Losses
 from .fingerprint import model_fingerprint
 from .layer import (
     RelevanceLossWarning,
@@ -15,8 +12,19 @@ from .layer import (
 )
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
-from .prca import PRCA
 from .provenance import Provenance, ProvenanceWarning, check_provenance, describe_target, target_order
+from .solvers import (
+    DRSA,
+    DSA,
+    PCA,
+    PRCA,
+    ConvergenceWarning,
+    MaxRel,
+    NotFittedError,
+    RandomSubspaces,
+    ibd_subspaces,
+    netdissect_subspaces,
+)
 from .subspaces import Subspaces
 
 __all__ = [
@@ -24,7 +32,10 @@ __all__ = [
     "DSA",
     "PCA",
     "PRCA",
+    "Certificate",
     "ConvergenceWarning",
+    "Explanation",
+    "Losses",
     "MaxRel",
     "NotFittedError",
     "PairStore",

@@ -10,9 +10,9 @@ import torch
 from scipy.cluster.vq import ClusterError, kmeans2
 from torch import Tensor
 
-from .estimator import NotFittedError
 from .parameters import Seed, as_int, as_seed
 from .scaling import unit_rows
+from .solvers.estimator import NotFittedError
 from .validation import ArrayLike, as_float_tensor, check_finite
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .canonical import ModuleEdits
+from .lrp.canonical import ModuleEdits
 from .parameters import as_float, as_int
 from .scaling import unit_rows
 from .validation import as_float_tensor, check_finite

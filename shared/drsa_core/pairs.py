@@ -246,7 +246,7 @@ def normalise(vectors: ArrayLike) -> Tensor:
     return tensor / (root_mean_square * tensor.shape[1] ** 0.25).to(tensor.dtype)
 
 
-def level(a: Tensor, c: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
+def balanced(a: Tensor, c: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
     """Scale each pair so that its relevance, in every subspace, is divided by (‖a_n‖ ‖c_n‖)^exponent.
 
     Both vectors get the same share of the factor, and pairs of zero length stay zero. With exponent 1 the

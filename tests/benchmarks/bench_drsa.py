@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from drsa_core import PRCA
-from drsa_core.drsa import block_sizes, random_orthogonal
-from drsa_core.objective import Objective
 from drsa_core.pairs import normalise
-from drsa_core.quasi_newton import quasi_newton
-from drsa_core.solvers import Result, gradient_ascent
+from drsa_core.solvers.drsa import block_sizes, random_orthogonal
+from drsa_core.solvers.objective import Objective
+from drsa_core.solvers.paper_loop import Result, gradient_ascent
+from drsa_core.solvers.quasi_newton import quasi_newton
 from torch import Tensor
 
 

@@ -76,7 +76,7 @@ def test_channel_dim_that_is_no_axis(method) -> None:
 
 def test_before_fit() -> None:
     da = DisentangledAttribution(InputXGradient(conv_net()), "features.4")
-    for call in (da.attribute, da.concept_relevance, da.total_relevance):
+    for call in (da.attribute, da.concept_relevance, da.exact_totals):
         with pytest.raises(ValueError, match="call fit"):
             call(images(), target=1)
 

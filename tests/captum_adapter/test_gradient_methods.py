@@ -144,7 +144,7 @@ def test_integrated_gradients_total_is_exact(baseline: object) -> None:
     difference = a - model.features(reference).detach()
     expected = torch.stack([(difference * u.project(c, k)).sum((1, 2, 3)) for k in range(3)], dim=1)
     total = maps.flatten(2).sum(2)
-    torch.testing.assert_close(da.total_relevance(x, [1, 3], baselines), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(da.exact_totals(x, [1, 3], baselines), expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(delta, total - expected, rtol=1e-3, atol=1e-6)
     # What is left is the error of 200 steps along a path with kinks.
     assert (total - expected).abs().max() <= 0.02 * expected.abs().max()

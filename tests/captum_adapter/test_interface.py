@@ -142,7 +142,7 @@ def test_tuples_of_inputs_and_further_arguments(method, options) -> None:
     maps = da.attribute(inputs, target=1, additional_forward_args=(scale, 2), **options)
     assert isinstance(maps, tuple)
     assert [m.shape for m in maps] == [(2, 3, 4), (2, 3, 3)]
-    total = da.total_relevance(inputs, 1, options.get("baselines"), (scale, 2))
+    total = da.exact_totals(inputs, 1, options.get("baselines"), (scale, 2))
     if method is not InputXGradient and method is not FeatureAblation:
         attributed = sum(m.sum(2) for m in maps)
         # 40 steps along a path with kinks; the others are exact.
@@ -373,7 +373,7 @@ def test_dual_subspaces() -> None:
     torch.testing.assert_close(da.attribute(x, target=1).sum(1), whole, rtol=1e-4, atol=1e-5)
     a, c = da.context(x, 1)
     torch.testing.assert_close(
-        da.total_relevance(x, 1),
+        da.exact_totals(x, 1),
         torch.stack(
             [
                 ((a - model.features(x * 0)) * u.project_context(c, k)).sum((1, 2, 3)).detach()

@@ -95,14 +95,14 @@ def test_sampled_context_and_maps_reach_the_enumerated_ones(mlp: Mlp, x: Tensor)
 
 
 @pytest.mark.parametrize("method", [ShapleyValueSampling, ShapleyValues])
-def test_total_relevance_is_exact_for_every_sample(method, mlp: Mlp, x: Tensor) -> None:
+def test_totals_are_exact_for_every_sample(method, mlp: Mlp, x: Tensor) -> None:
     """Each permutation conserves by itself, so Note B.3 holds to rounding, not only in the mean."""
     u = subspaces(5, 2, torch.float64)
     da = DisentangledAttribution(method(mlp), "lower", u, context_method="gradient")
     options: dict[str, Any] = {"n_samples": 2} if method is ShapleyValueSampling else {}
     maps = da.attribute(x, target=1, baselines=0.5, **options)
     torch.testing.assert_close(
-        maps.sum(2).double(), da.total_relevance(x, 1, baselines=0.5), rtol=1e-5, atol=1e-6
+        maps.sum(2).double(), da.exact_totals(x, 1, baselines=0.5), rtol=1e-5, atol=1e-6
     )
 
 

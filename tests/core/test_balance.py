@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from drsa_core import DRSA, Subspaces
-from drsa_core.pairs import level
+from drsa_core.pairs import balanced
 
 
-def test_level_divides_relevance_of_every_subspace() -> None:
+def test_balanced_divides_relevance_of_every_subspace() -> None:
     generator = torch.Generator().manual_seed(0)
     a, c = torch.randn(2, 5, 6, dtype=torch.float64, generator=generator)
     subspaces = Subspaces(torch.eye(6, dtype=torch.float64), [2, 4])
     for exponent in (0.0, 0.3, 1.0):
-        levelled = subspaces.relevance(*level(a, c, exponent))
+        even = subspaces.relevance(*balanced(a, c, exponent))
         lengths = a.norm(dim=1, keepdim=True) * c.norm(dim=1, keepdim=True)
-        torch.testing.assert_close(levelled, subspaces.relevance(a, c) / lengths**exponent)
+        torch.testing.assert_close(even, subspaces.relevance(a, c) / lengths**exponent)
 
 
 def test_zero_pairs_stay_zero() -> None:
-    a, c = level(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]]), 1.0)
+    a, c = balanced(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]]), 1.0)
     torch.testing.assert_close((a * c).sum(1), torch.tensor([0.0, 1.0]))
 
 

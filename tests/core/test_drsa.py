@@ -10,11 +10,18 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA, DSA, ConvergenceWarning
-from drsa_core.drsa import SOLVERS
-from drsa_core.objective import Objective, generalised_mean
 from drsa_core.pairs import normalise
-from drsa_core.quasi_newton import curvature, inner_rotations, quasi_newton, rotate, rotate_columns, turn
-from drsa_core.solvers import Result
+from drsa_core.solvers.drsa import SOLVERS
+from drsa_core.solvers.objective import Objective, generalised_mean
+from drsa_core.solvers.paper_loop import Result
+from drsa_core.solvers.quasi_newton import (
+    curvature,
+    inner_rotations,
+    quasi_newton,
+    rotate,
+    rotate_columns,
+    turn,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ortho_group

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drsa_core import plot
+from drsa_core import netdissect_subspaces, plot
 from drsa_core.cleverhans import (
     RefinedModel,
     SpRAy,
@@ -21,7 +21,6 @@ from drsa_core.cleverhans import (
     roc_curve,
     train_last_layer,
 )
-from drsa_core.concepts import netdissect_subspaces
 from drsa_core.evaluation import (
     bootstrap_interval,
     class_means,

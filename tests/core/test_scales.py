@@ -21,9 +21,9 @@ from drsa_core import (
     netdissect_subspaces,
 )
 from drsa_core.evaluation import select_prototypes
-from drsa_core.objective import generalised_mean
-from drsa_core.pairs import level, normalise
+from drsa_core.pairs import balanced, normalise
 from drsa_core.scaling import times_power_of_two, unit_rows, unit_scale, unscaled
+from drsa_core.solvers.objective import generalised_mean
 
 ESTIMATORS = [
     PRCA(2),
@@ -167,16 +167,16 @@ def test_prototypes_do_not_depend_on_the_scale() -> None:
         assert found.objective == pytest.approx(expected.objective * s * t, rel=1e-6, abs=0)
 
 
-def test_normalise_and_level_at_any_scale() -> None:
+def test_normalise_and_balanced_at_any_scale() -> None:
     a, c = planted()
     for s in (2.0**-100, 2.0**100):
         assert torch.equal(normalise(a * s), normalise(a))
     for s, t in itertools.product([1e-30, 1e30], repeat=2):
-        x, y = level(a * s, c * t, 1.0)
-        # Note on `level`: with exponent 1 the relevance of a pair is its cosine.
+        x, y = balanced(a * s, c * t, 1.0)
+        # Note on `balanced`: with exponent 1 the relevance of a pair is its cosine.
         cosine = torch.nn.functional.cosine_similarity(a.double(), c.double())
         torch.testing.assert_close((x.double() * y.double()).sum(1), cosine, rtol=1e-5, atol=1e-6)
-    x, y = level(torch.zeros(2, 3), c[:2, :3], 1.0)
+    x, y = balanced(torch.zeros(2, 3), c[:2, :3], 1.0)
     assert not x.any()
     assert not y.any()
 

@@ -64,7 +64,7 @@ def _captum(make: Callable[[Cut], Any], context: Any = None, **options: Any) -> 
 
 
 def _wrapper_numbers(name: str, make: Callable[[Cut], Any], context: Any = None) -> Answer:
-    """(N, K): `concept_relevance`, `total_relevance`."""
+    """(N, K): `concept_relevance`, `exact_totals`."""
 
     def answer(case: Case) -> Tensor:
         p, model = case.problem, case.model
@@ -258,8 +258,8 @@ CAPTUM_METHODS: dict[str, Method] = {
         lambda case: reference.concept_relevance(case.problem, lrp_context(lrp_rules.captum_epsilon, True)),
         _CAPTUM_LRP,
     ),
-    "captum_total_relevance": Method(
-        _wrapper_numbers("total_relevance", IntegratedGradients, _ig_context),
-        lambda case: reference.total_relevance(case.problem, _captum_path),
+    "captum_exact_totals": Method(
+        _wrapper_numbers("exact_totals", IntegratedGradients, _ig_context),
+        lambda case: reference.exact_totals(case.problem, _captum_path),
     ),
 }

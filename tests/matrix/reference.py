@@ -402,7 +402,7 @@ def concept_relevance(p: Problem, context: Context) -> Tensor:
     return torch.stack(rows).detach()
 
 
-def total_relevance(p: Problem, context: Context) -> Tensor:
+def exact_totals(p: Problem, context: Context) -> Tensor:
     """(φ(x) − φ(0))ᵀ U_kV_kᵀc, shape (N, K) (Note B.3)."""
     rows = []
     for x, target in p.examples():

@@ -91,7 +91,7 @@ def test_the_model_comes_back_after_an_error_while_canonizing(error, monkeypatch
     def fail(net):
         raise error
 
-    monkeypatch.setattr("drsa_core.nfnet.activations", fail)
+    monkeypatch.setattr("drsa_core.lrp.nfnet_canonizer.activations", fail)
     with pytest.raises(error), NFNetGamma(LOW, HIGH).context(model):
         pass
     assert model_state(model) == before

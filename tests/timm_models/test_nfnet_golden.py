@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import Subspaces, filter_relevance
-from drsa_core.canonical import DropSmall, ModuleEdits, passing, passing_forward
-from drsa_core.nfnet import folded_weight, plain_forward
+from drsa_core.lrp import DropSmall, ModuleEdits, passing, passing_forward
+from drsa_core.lrp.nfnet_canonizer import folded_weight, plain_forward
 from torch import Tensor, nn
 
 from tests import golden
@@ -21,7 +21,7 @@ from .zoo import HIGH, LOW, MEAN, STD, explain, perturb, timm
 
 from zennit.layer import Sum  # isort: skip
 from zennit_drsa import DisentangledAttributor, NFNetGamma  # isort: skip
-from zennit_drsa.nfnet import BoundedInput, GeneralizedGamma, PassLarge  # isort: skip
+from zennit_drsa.rules import BoundedInput, GeneralizedGamma, PassLarge  # isort: skip
 
 TOLERANCE = 1e-4  # of a map's maximum: the arrays are float32
 

@@ -24,15 +24,15 @@ import zennit_drsa  # noqa: E402
 from zennit_drsa import NFNetGamma, VGGGamma, doctor  # noqa: E402
 
 
-class MyBlock(BasicBlock):
+class MyBlock(BasicBlock):  # type: ignore[misc]
     pass
 
 
-class MyResNet(ResNet):
+class MyResNet(ResNet):  # type: ignore[misc]
     pass
 
 
-class PooledResNet(ResNet):
+class PooledResNet(ResNet):  # type: ignore[misc]
     """A ResNet that pools in its own code."""
 
     def pool(self, x):
@@ -112,6 +112,7 @@ def settled(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
+            assert module.running_var is not None
             module.running_mean.copy_(0.1 * torch.randn(module.num_features, generator=generator))
             module.running_var.copy_(0.5 + torch.rand(module.num_features, generator=generator))
     return model.eval()

@@ -218,10 +218,10 @@ def test_without_timm_the_extra_is_named(monkeypatch):
 
 
 def test_subclasses_that_inherit_forward_are_canonized_like_their_parents():
-    class OwnBlock(timm.models.resnet.BasicBlock):
+    class OwnBlock(timm.models.resnet.BasicBlock):  # type: ignore[misc]
         pass
 
-    class OwnNet(timm.models.resnet.ResNet):
+    class OwnNet(timm.models.resnet.ResNet):  # type: ignore[misc]
         pass
 
     model = OwnNet(OwnBlock, (1, 1, 1, 1), num_classes=10).eval()

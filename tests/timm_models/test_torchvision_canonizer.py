@@ -19,7 +19,7 @@ from zennit.types import Convolution  # noqa: E402
 from zennit_drsa import TorchvisionCanonizer  # noqa: E402
 
 
-class OwnDenseNet(tv.DenseNet):
+class OwnDenseNet(tv.DenseNet):  # type: ignore[misc,name-defined]
     pass
 
 

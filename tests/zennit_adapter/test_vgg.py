@@ -15,7 +15,7 @@ from zennit.rules import Epsilon, Gamma, Pass, ZBox
 from tests.model_state import model_state
 from tests.zennit_adapter.models import torchvision_model
 from zennit_drsa import VGGGamma
-from zennit_drsa.vgg import PixelBox, PositiveGamma, ZeroRule
+from zennit_drsa.rules import PixelBox, PositiveGamma, ZeroRule
 
 
 def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor):
@@ -153,7 +153,7 @@ def test_zero_rule_with_an_in_place_relu_behind_it_and_two_forward_passes():
     torch.testing.assert_close(second, Gradient(model, zennit)(input, relevance)[1])
 
 
-class OwnResNet(ResNet):
+class OwnResNet(ResNet):  # type: ignore[misc]
     pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from drsa_core.layer import eager
 from torch import Tensor, nn
 from zennit.core import Composite
 
@@ -44,6 +45,7 @@ def doctor(
         on, with a note on what would work.
     """
     _check(model, composite, input)
+    model = eager(model)
     training = _outermost_in_training(model)
 
     def diagnose(composite: Composite) -> Diagnosis:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from drsa_core.layer import guarded
 from torch import Tensor, nn
-from zennit.core import Composite, Hook
+from zennit.core import Composite
 
+from .._zennit import hooks_on, take_hooks_off
 from ..canonizer import is_merged
+from ..composite import GuardedComposite
 from .diagnosis import LayerRelevance
 from .operations import OperationTrace, tensors
-from .preserved import preserved
 
 _NORMS = nn.modules.batchnorm._BatchNorm
 _Arguments = tuple[Any, ...]
@@ -44,24 +45,28 @@ def examine(
 ) -> Examination:
     """Run the model under the composite, forwards and backwards, and note what happens to relevance.
 
-    Everything that touches the model happens in one `with` block, which leaves it as it was.
+    Whatever happens, the model is afterwards as it was, and nothing is left on the composite.
     """
-    with preserved(model), _evaluation(model), ExitStack() as stack:
-        names = _names(model)
-        statistics = {
-            m: m.running_var.data_ptr() for m in names if isinstance(m, _NORMS) and m.running_var is not None
-        }
-        own_forward = {module for module in names if "forward" in vars(module)}
-        with torch.no_grad():
-            # Copies, as a model may work in place on its input.
-            original = _check_output(model(input.clone()), len(input))
-        start_class = _check_target(target, original)
-        stack.enter_context(_constant_parameters(model))
-        stack.callback(composite.remove)
-        composite.register(model)
-        _take_rules_off_attention(model)
+    return guarded(model, lambda: _examine(model, composite, input, target))
 
-        names |= _names(model)
+
+def _examine(
+    model: nn.Module, composite: Composite, input: Tensor, target: int | Tensor | None
+) -> Examination:
+    names = _names(model)
+    statistics = {
+        m: m.running_var.data_ptr() for m in names if isinstance(m, _NORMS) and m.running_var is not None
+    }
+    own_forward = {module for module in names if "forward" in vars(module)}
+    _hold_constant(model)
+    with torch.no_grad():
+        # Copies, as a model may work in place on its input.
+        original = _check_output(model(input.clone()), len(input))
+    start_class = _check_target(target, original)
+
+    def under_rules() -> Examination:
+        _take_rules_off_attention(model)
+        every_name = names | _names(model)
         modules = list(model.modules())
         rules = {module: rule for module in modules if (rule := _rule(module)) is not None}
         replaced = {m for m in modules if "forward" in vars(m) and m not in own_forward}
@@ -69,7 +74,7 @@ def examine(
         rules |= {m: "canonical form" for m in replaced - rules.keys() if _is_affine_leaf(m)}
 
         watch = _Watch()
-        watch.attach(modules, stack)
+        watch.attach(modules)
         x = input.detach().clone().requires_grad_()
         with torch.enable_grad():
             output = model(x.clone())
@@ -79,24 +84,26 @@ def examine(
                 "the input. Is there a torch.no_grad(), a detach() or a rounding in its forward?"
             )
         start = output.detach() * nn.functional.one_hot(start_class, output.shape[1])
-        operations = _operations(watch.trace, output, names, rules, replaced)
+        operations = _operations(watch.trace, output, every_name, rules, replaced)
         torch.autograd.grad(output, x, start, allow_unused=True)
         return Examination(
             relevance=float(start.double().sum()),
-            layers=watch.layers(names, rules),
+            layers=watch.layers(every_name, rules),
             unmerged_norms=[
-                names[module]
+                every_name[module]
                 for module in watch.order
                 if isinstance(module, _NORMS)
                 and rules.get(module, "Pass") in ("Pass", "canonical form")
                 and not is_merged(module, statistics.get(module))
             ],
             operations=operations,
-            canonical={names[module] for module in replaced},
-            parametric={names[m] for m in modules if next(m.parameters(), None) is not None},
-            non_finite=[names[module] or "(model)" for module in watch.order if module in watch.non_finite],
+            canonical={every_name[module] for module in replaced},
+            parametric={every_name[m] for m in modules if next(m.parameters(), None) is not None},
+            non_finite=[every_name[m] or "(model)" for m in watch.order if m in watch.non_finite],
             logit_change=_relative_change(output.detach(), original),
         )
+
+    return GuardedComposite(composite).registered(model, under_rules)
 
 
 class _Watch:
@@ -110,14 +117,13 @@ class _Watch:
         self.non_finite: set[nn.Module] = set()
         self.trace = OperationTrace()
 
-    def attach(self, modules: list[nn.Module], stack: ExitStack) -> None:
+    def attach(self, modules: list[nn.Module]) -> None:
+        """Hooks on modules; the guard takes them off."""
         for module in modules:
             # First before, last behind the hooks of the composite: what is seen is what the rule received and
             # returned.
-            before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            stack.callback(before.remove)
-            behind = module.register_forward_hook(self._behind, always_call=True)
-            stack.callback(behind.remove)
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._behind, always_call=True)
 
     def layers(self, names: dict[nn.Module, str], rules: dict[nn.Module, str]) -> list[LayerRelevance]:
         return [
@@ -191,13 +197,7 @@ def _operations(
 
 
 def _rule(module: nn.Module) -> str | None:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return next((type(owner).__name__ for hook in hooks if (owner := _owner(hook)) is not None), None)
-
-
-def _owner(hook: object) -> Hook | None:
-    owner = getattr(hook, "__self__", None)
-    return owner if isinstance(owner, Hook) else None
+    return next((type(hook).__name__ for hook in hooks_on(module)), None)
 
 
 def _take_rules_off_attention(model: nn.Module) -> None:
@@ -207,9 +207,7 @@ def _take_rules_off_attention(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and _rule(module) == "Pass":
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
-                    del hooks[key]
+            take_hooks_off(module)
 
 
 def _is_affine_leaf(module: nn.Module) -> bool:
@@ -265,27 +263,9 @@ def _check_target(target: int | Tensor | None, output: Tensor) -> Tensor:
     return chosen.long().expand(examples)
 
 
-@contextmanager
-def _constant_parameters(model: nn.Module) -> Iterator[None]:
-    """Let gradients flow from the input alone."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in which running statistics stay as they are."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _hold_constant(model: nn.Module) -> None:
+    """Evaluation mode, and gradients from the input alone; the guard puts both back."""
+    for module in model.modules():
+        module.training = False
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)

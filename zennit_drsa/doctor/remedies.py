@@ -1,91 +1,15 @@
-"""What could make LRP valid on a model. Canonizers say which models they suit; `doctor` tries them.
-
-To add a family of models, add one line to `REMEDIES`.
-"""
+"""What could make LRP valid on a model: families of models say what they offer, and `doctor` tries it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from torch import Tensor, nn
-from zennit.canonizers import Canonizer, SequentialMergeBatchNorm
-from zennit.composites import EpsilonPlus
 from zennit.core import Composite
 
-from ..canonizer import kind
-from ..nfnet import NFNetGamma
-from ..timm import TimmCanonizer
-from ..torchvision import TorchvisionCanonizer
+from ..families import Trial, remedies
 from .diagnosis import Diagnosis
-
-Trial = tuple[str, Composite]
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Something to try on models that it suits: `trials` gives what the user is to write, and the same
-    built."""
-
-    suits: Callable[[nn.Module], bool]
-    trials: Callable[[Composite, Tensor], Iterator[Trial]]
-
-
-def canonizer(code: str, build: Callable[[], Canonizer], suits: Callable[[nn.Module], bool]) -> Remedy:
-    """A canonizer, first with the rules of the user's composite, then with those of `EpsilonPlus`."""
-
-    def trials(composite: Composite, input: Tensor) -> Iterator[Trial]:
-        yield (
-            f"give the composite canonizers=[{code}]",
-            Composite(module_map=composite.module_map, canonizers=[build()]),
-        )
-        yield f"use zennit.composites.EpsilonPlus(canonizers=[{code}])", EpsilonPlus(canonizers=[build()])
-
-    return Remedy(suits, trials)
-
-
-def composite(code: str, build: Callable[[Tensor], Composite], suits: Callable[[nn.Module], bool]) -> Remedy:
-    """A composite that brings its canonizer."""
-    return Remedy(suits, lambda _, input: iter([(f"use {code}", build(input))]))
-
-
-def _resnet_canonizer() -> Canonizer:
-    from zennit.torchvision import ResNetCanonizer  # needs torchvision
-
-    return ResNetCanonizer()
-
-
-def _has_torchvision_resnet_blocks(model: nn.Module) -> bool:
-    """Zennit writes the forward of torchvision's blocks anew, so that only those suit which inherit it."""
-    blocks = [
-        module
-        for module in model.modules()
-        if any(
-            parent.__module__ == "torchvision.models.resnet"
-            and parent.__name__ in ("BasicBlock", "Bottleneck")
-            for parent in type(module).__mro__
-        )
-    ]
-    return bool(blocks) and all(kind(block).__module__ == "torchvision.models.resnet" for block in blocks)
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-REMEDIES = (
-    composite(
-        "zennit_drsa.NFNetGamma(low, high), which has the canonizer and rules for NFNets",
-        lambda input: NFNetGamma(float(input.min()), float(input.max())),
-        NFNetGamma.suits,
-    ),
-    canonizer("zennit_drsa.TimmCanonizer()", TimmCanonizer, TimmCanonizer.suits),
-    canonizer("zennit_drsa.TorchvisionCanonizer()", TorchvisionCanonizer, TorchvisionCanonizer.suits),
-    canonizer("zennit.torchvision.ResNetCanonizer()", _resnet_canonizer, _has_torchvision_resnet_blocks),
-    canonizer("zennit.canonizers.SequentialMergeBatchNorm()", SequentialMergeBatchNorm, _has_batch_norm),
-    composite("zennit.composites.EpsilonPlus()", lambda input: EpsilonPlus(), lambda model: True),
-)
 
 WITHOUT_LRP = (
     "use a method that needs no rules, such as Gradient × Input, Integrated Gradients or Shapley values: "
@@ -128,7 +52,7 @@ def suggest(
 
 
 def _trials(model: nn.Module, composite: Composite, input: Tensor) -> Iterator[Trial]:
-    for remedy in REMEDIES:
+    for remedy in remedies():
         if remedy.suits(model):
             yield from remedy.trials(composite, input)
 

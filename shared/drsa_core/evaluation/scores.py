@@ -14,7 +14,7 @@ def total_relevance(maps: Tensor) -> Tensor:
     """Σ_p R_pk, shape (N, K): for a single subspace U the total relevance that PRCA maximises (Note F.1).
 
     For Shapley values and Integrated Gradients it is known without maps (Note B.3):
-    `DisentangledAttribution.total_relevance`.
+    `DisentangledAttribution.exact_totals`.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..subspaces import Subspaces
 from .cut import Cut, gradients_at_cut, gradients_at_inputs
-from .losses import TOLERANCE, share_around, warn_of_bypass, warn_of_loss
+from .losses import TOLERANCE, lost_relevance, share_around, warn_of_bypass, warn_of_loss
 from .request import Request
 from .virtual_layer import context_from_relevance, filter_context
 
@@ -40,8 +40,10 @@ class BackwardPass:
         What the gradient slot holds at the layer: relevance R, or the gradient ∂y/∂a.
     context : tensor, shape (N, …, D, …)
         c = R ⊘ a (0 where a = 0), or the gradient itself (section 3.2, Note B.2).
-    around : tuple of tensor or None
-        What reaches each input by paths around the layer; not known with `create_graph`.
+    lost : float
+        Share of the relevance at the layer that sits on zero activations.
+    share_around : float or None
+        Share of what reaches the inputs by paths around the layer; None with `create_graph`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class BackwardPass:
         with torch.enable_grad():
             self.output: Tensor = replace(request, inputs=self._inputs).run(self._cut)
             explained = request.select(self.output).sum() if start is None else self.output
-            self.arriving, self.around = gradients_at_cut(
+            self.arriving, around = gradients_at_cut(
                 explained,
                 self._cut.above,
                 () if create_graph else self._inputs,
@@ -70,14 +72,16 @@ class BackwardPass:
             )
         self.activation = self._cut.below.detach()
         self._factor: Tensor | None = None
-        self.context = self.arriving
+        self.context, self.lost = self.arriving, 0.0
         if holds_relevance:
             self._factor = self._cut.below if create_graph else self.activation
             self.context = context_from_relevance(self._factor, self.arriving)
-            warn_of_loss(self.activation, self.arriving, request.layer_name, tolerance)
-        if any(part is not None for part in self.around):
-            through = self.below(self.arriving)
-            warn_of_bypass(share_around(self.around, through), request.layer_name, tolerance)
+            self.lost = lost_relevance(self.activation, self.arriving.detach())
+            warn_of_loss(self.lost, request.layer_name, tolerance)
+        self.share_around = None if create_graph else 0.0
+        if any(part is not None for part in around):
+            self.share_around = share_around(around, self.below(self.arriving))
+            warn_of_bypass(self.share_around, request.layer_name, tolerance)
 
     def below(self, cotangent: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
         """What reaches each input if `cotangent` is in the gradient slot at the layer, shapes (N, …)."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, FunctionType
@@ -92,7 +94,8 @@ class Guard:
     def begin(self) -> None:
         """Note the state of the model. Waits if another thread works on it."""
         self._interrupts.install()
-        self._acquire(_lock_of(self._model))
+        self._acquire()
+        self._interrupts.deliver()
         self._state = state = ModelState(self._model, self._also)
         if not self._is_whole:
             self._watch = register_module_forward_pre_hook(_watching(state))
@@ -107,15 +110,15 @@ class Guard:
 
     def end(self) -> None:
         """Restore the model, let other threads in, and deliver an interrupt that came meanwhile."""
+        _close_generators(sys.exception())
         self._restore()
         self._interrupts.deliver()
 
-    def _acquire(self, lock: Any) -> None:
+    def _acquire(self) -> None:
         # Uninterrupted, so that the lock is not taken without being noted; hence not one long wait.
+        lock = _lock_of(self._model)
         while not lock.acquire(timeout=0.1):
-            if self.was_interrupted:
-                self._interrupts.uninstall()
-                self._interrupts.deliver()
+            self._interrupts.deliver()
         self._lock = lock
 
     def _restore(self) -> None:
@@ -157,42 +160,58 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self._previous: _Handler | None = None
-        self._held: list[FrameType | None] = []
+        self._is_installed = False
+        self._is_holding = False
 
     @property
     def is_holding(self) -> bool:
-        return bool(self._held)
+        return self._is_holding
 
     def install(self) -> None:
-        if self._previous is not None or threading.current_thread() is not threading.main_thread():
+        if self._is_installed or not _is_main_thread():
             return
         previous = signal.getsignal(signal.SIGINT)
         if callable(previous):  # else it is ignored, or left to the system, and no exception can come
-            self._previous = previous
+            self._previous, self._is_installed = previous, True
             signal.signal(signal.SIGINT, self._handle)
 
     def uninstall(self) -> None:
-        # Another handler that was installed in between stays.
-        if self._previous is not None and signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, self._previous)
+        self._is_installed = False
+        # Another handler that was installed in between stays. It may call this one, which passes all on.
+        if self._previous is None or not _is_main_thread() or signal.getsignal(signal.SIGINT) != self._handle:
+            return
+        previous = self._previous
+        # Guards may end in any order: those before this one may be through.
+        while isinstance(owner := getattr(previous, "__self__", None), _Interrupts):
+            if owner._is_installed or owner._previous is None:
+                break
+            previous = owner._previous
+        signal.signal(signal.SIGINT, previous)
 
     def deliver(self) -> None:
-        """Hand an interrupt that was held back to the handler that was there before."""
-        previous, self._previous = self._previous, None
-        if previous is not None and self._held:
-            frame = self._held.pop()
-            self._held.clear()
-            previous(signal.SIGINT, frame)
+        """Hand an interrupt that was held back to the handler before, as if it came to the caller's caller.
+
+        Not as if it came where it came: the guard around this one would hold it back for what is over now.
+        """
+        if self._is_holding and self._previous is not None:
+            self._is_holding = False
+            self._previous(signal.SIGINT, sys._getframe(2))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        above = frame
+        # One that was taken off may still be called by handlers that were installed after it.
+        is_on = self._is_installed or signal.getsignal(signal.SIGINT) == self._handle
+        above = frame if is_on else None
         while above is not None:
             if above.f_code in _UNINTERRUPTED:
-                self._held.append(frame)
+                self._is_holding = True
                 return
             above = above.f_back
         if self._previous is not None:
             self._previous(number, frame)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 class ModelState:
@@ -237,12 +256,12 @@ class ModelState:
         """Put everything back. May be called again, also after a call that was interrupted."""
         # Values first: should anything below fail, the network still computes what it did.
         for parameter, (data, requires_grad) in self._parameters.items():
-            if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+            if not _is_same(parameter, data):
                 parameter.data = data
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
         for buffer, (data, copy) in self._buffers.items():
-            if buffer.data_ptr() != data.data_ptr() or buffer.shape != data.shape:
+            if not _is_same(buffer, data):
                 buffer.data = data
             # Only where needed: a write would bump the version that a graph of the user's may rely on.
             if not torch.equal(data, copy):
@@ -256,6 +275,13 @@ class ModelState:
             _restore_dict(current, before)
 
 
+def _is_same(tensor: Tensor, data: Tensor) -> bool:
+    """Whether a tensor still has these values, at the same address and in the same order."""
+    if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.dtype != data.dtype:
+        return False
+    return tensor.layout != torch.strided or tensor.stride() == data.stride()
+
+
 def _restore_dict(current: dict[Any, Any], before: dict[Any, Any]) -> None:
     if list(current) == list(before):
         for key, value in before.items():
@@ -265,6 +291,18 @@ def _restore_dict(current: dict[Any, Any], before: dict[Any, Any]) -> None:
     # Hooks run in the order of their dict: it is rebuilt where one was taken out and has to go back.
     current.clear()
     current.update(before)
+
+
+def _close_generators(error: BaseException | None) -> None:
+    """Finish what an interrupt left half-way, before the model is restored rather than after.
+
+    An interrupt between the `__enter__` of a generator's context and its block (`zennit.core.ParamMod` is
+    one) leaves the generator to the traceback: it would write to the model when the traceback is forgotten.
+    """
+    while error is not None:
+        if not isinstance(error, Exception):
+            traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _watching(state: ModelState) -> Callable[[nn.Module, Any], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import Tensor, nn
 
 # Standard rules leave nothing on zero activations, and most layers have nothing around them.
@@ -22,9 +21,8 @@ def lost_relevance(a: Tensor, relevance: Tensor) -> float:
     return float(relevance.abs()[a == 0].sum() / total) if total > 0 else 0.0
 
 
-def warn_of_loss(a: Tensor, relevance: Tensor, layer_name: str, tolerance: float = TOLERANCE) -> None:
+def warn_of_loss(lost: float, layer_name: str, tolerance: float = TOLERANCE) -> None:
     """Warn if more than `tolerance` of the relevance sits on zero activations."""
-    lost = lost_relevance(a.detach(), relevance.detach())
     if lost > tolerance:
         warnings.warn(
             f"{lost:.1%} of the relevance at layer {layer_name!r} sits on zero activations and is lost; the "
@@ -65,8 +63,3 @@ def warn_of_training(model: nn.Module) -> None:
                 stacklevel=3,
             )
             return
-
-
-def is_differentiable(inputs: tuple[Tensor, ...]) -> bool:
-    """Whether gradients by these inputs exist at all."""
-    return all(torch.is_floating_point(x) for x in inputs)

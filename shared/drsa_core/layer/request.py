@@ -81,7 +81,9 @@ class Request:
 
     def select(self, output: object) -> Tensor:
         """The explained score y of each row of the model's output, shape (n,)."""
-        return select_scores(output, self.target)
+        # A scalar is the score of one example; rows may be more than examples (`UpperNetwork`).
+        is_scalar = isinstance(output, Tensor) and output.ndim == 0
+        return select_scores(output, self.target, len(self) if is_scalar else None)
 
     # ------------------------------------------------------------------ runs
 

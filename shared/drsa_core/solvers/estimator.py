@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from .pairs import Pairs
-from .subspaces import Subspaces
-from .validation import ArrayLike, check_matrix, check_pairs
+from ..pairs import Pairs
+from ..subspaces import Subspaces
+from ..validation import ArrayLike, check_matrix, check_pairs
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -44,7 +44,9 @@ Activations: TypeAlias = "ArrayLike | PairsLike"
 class Solver(Protocol):
     """What learns subspaces: PRCA, DRSA and the baselines, or anything with the same two names."""
 
-    subspaces_: Subspaces
+    @property
+    def subspaces_(self) -> Subspaces:
+        """What was learned."""
 
     def fit(self, a: Tensor, c: Tensor) -> Any:
         """Learn `subspaces_` from activations and contexts (N, D)."""

@@ -1,4 +1,7 @@
-"""Subspaces from labelled concepts: NetDissect (Note H) and IBD (Note I)."""
+"""Labelled baselines: subspaces from concepts that someone has named, NetDissect (Note H) and IBD (Note I).
+
+They learn nothing from the relevance; `netdissect_subspaces` ranks its concepts by it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from ..parameters import as_int
+from ..scaling import feature_relevance, unit_rows
+from ..subspaces import RESIDUAL, Subspaces
+from ..validation import ArrayLike, check_matrix, check_nonzero_contexts, check_pairs
 from .estimator import Activations, unpack_pairs, with_provenance
-from .parameters import as_int
-from .scaling import feature_relevance, unit_rows
-from .subspaces import RESIDUAL, Subspaces
-from .validation import ArrayLike, check_matrix, check_nonzero_contexts, check_pairs
 
 
 def netdissect_subspaces(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drsa_core.canonical import passing
-from drsa_core.nfnet import KNOWN_GATES
+from drsa_core.lrp import passing
+from drsa_core.lrp.nfnet_canonizer import KNOWN_GATES
 from torch import Tensor, nn
 
-from .canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..families import canonizer
 
 FAMILIES = {
     "EfficientNet": "EfficientNet, EfficientNet-Lite, MobileNetV2",
@@ -240,3 +241,6 @@ def _avg_pool_forward(pool: Any) -> Callable[[Tensor], Tensor]:
         return pooled.permute(0, 2, 3, 1) if channels_last else pooled
 
     return forward
+
+
+REMEDIES = (canonizer("zennit_drsa.TimmCanonizer()", TimmCanonizer, TimmCanonizer.suits),)

@@ -7,7 +7,8 @@ the relevance of its output, what it returns is the relevance of its input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -50,7 +51,9 @@ class ModuleEdits:
 
     def parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Put a constant in the place of a parameter."""
-        self._set(module._parameters, name, nn.Parameter(value.detach(), requires_grad=False))
+        # Canonizers of Zennit 1 hide a parameter behind an attribute: then it is the attribute that counts.
+        namespace: dict[str, Any] = vars(module) if name in vars(module) else module._parameters
+        self._set(namespace, name, nn.Parameter(value.detach(), requires_grad=False))
 
     def child(self, module: nn.Module, name: str, value: nn.Module) -> None:
         """Add or replace a child module."""
@@ -108,18 +111,24 @@ class OverDenominator(torch.autograd.Function):
     K).
 
     The exit of a rule that is written as a graph of ordinary operations, which ends in the denominator d.
+    `stabilizer` is added to d with its sign.
     """
 
     @staticmethod
-    def forward(ctx: Any, denominator: Tensor, output: Tensor, threshold: float) -> Tensor:
-        inverse = denominator.reciprocal()
-        ctx.save_for_backward(inverse.masked_fill_(denominator.abs() <= threshold, 0))
+    def forward(
+        ctx: Any, denominator: Tensor, output: Tensor, threshold: float, stabilizer: float = 0.0
+    ) -> Tensor:
+        d = denominator
+        if stabilizer:
+            d = d + torch.where(d >= 0, stabilizer, -stabilizer).to(d.dtype)
+        inverse = d.reciprocal()
+        ctx.save_for_backward(inverse.masked_fill_(d.abs() <= threshold, 0))
         return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return relevance[0] * inverse, None, None
+        return relevance[0] * inverse, None, None, None
 
 
 class DropSmall(torch.autograd.Function):
@@ -149,3 +158,24 @@ def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     forward = module.forward
     copies = any(getattr(part, "inplace", False) for part in module.modules())
     return lambda z: passing(z, (lambda value: forward(value.clone())) if copies else forward)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own parameters as its forward sees them, detached."""
+    return {name: None if (p := getattr(module, name)) is None else p.detach() for name in module._parameters}
+
+
+@contextmanager
+def exchanged(module: nn.Module, parameters: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Let a module's forward see other parameters for a while; the `nn.Parameter`s stay where they are."""
+    hidden = vars(module)
+    before = {name: hidden.get(name, _MISSING) for name in parameters}
+    try:
+        hidden.update(parameters)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _MISSING:
+                hidden.pop(name, None)
+            else:
+                hidden[name] = value

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .objective import Evaluation, Objective
-from .solvers import Callback, Result, orthogonalise, stalled
+from .paper_loop import Callback, Result, orthogonalise, stalled
 
 #: Iterations with the paper's step before the quasi-Newton ones.
 #: Chosen, with FLOOR and the default tol, on the reference data of the tests and one VGG16 start: other data

@@ -7,11 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..parameters import as_int
+from ..scaling import times_power_of_two, unit_scale, unscaled
+from ..subspaces import RESIDUAL, Subspaces
+from ..validation import ArrayLike
 from .estimator import Activations, Estimator, NotFittedError, with_provenance
-from .parameters import as_int
-from .scaling import times_power_of_two, unit_scale, unscaled
-from .subspaces import RESIDUAL, Subspaces
-from .validation import ArrayLike
 
 
 class PRCA(Estimator):

@@ -8,13 +8,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..parameters import Seed, as_int, as_seed
+from ..scaling import feature_relevance, unscaled
+from ..subspaces import RESIDUAL, Subspaces
+from ..validation import ArrayLike, check_nonzero_contexts
 from .drsa import DRSA, block_sizes, random_orthogonal
 from .estimator import Activations, Estimator, with_provenance
-from .parameters import Seed, as_int, as_seed
 from .prca import PRCA
-from .scaling import feature_relevance, unscaled
-from .subspaces import RESIDUAL, Subspaces
-from .validation import ArrayLike, check_nonzero_contexts
 
 
 class PCA(PRCA):

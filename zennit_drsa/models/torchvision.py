@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drsa_core.canonical import passing
+from drsa_core.lrp import passing
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zennit.canonizers import Canonizer
 
-from .canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..families import canonizer
 
 FAMILIES = {
     "ConvNeXt": "convnext",
@@ -152,3 +154,29 @@ _POOLED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 def _pooled_forward(net: Any, parts: tuple[Callable[[Any, Tensor], Tensor], str]) -> _Forward:
     features, head = parts
     return lambda x: getattr(net, head)(net.canonical_pool(features(net, x)).flatten(1))
+
+
+def _resnet_canonizer() -> Canonizer:
+    from zennit.torchvision import ResNetCanonizer  # needs torchvision
+
+    return ResNetCanonizer()
+
+
+def _has_torchvision_resnet_blocks(model: nn.Module) -> bool:
+    """Zennit writes the forward of torchvision's blocks anew, so that only those suit which inherit it."""
+    blocks = [
+        module
+        for module in model.modules()
+        if any(
+            parent.__module__ == "torchvision.models.resnet"
+            and parent.__name__ in ("BasicBlock", "Bottleneck")
+            for parent in type(module).__mro__
+        )
+    ]
+    return bool(blocks) and all(kind(block).__module__ == "torchvision.models.resnet" for block in blocks)
+
+
+REMEDIES = (
+    canonizer("zennit_drsa.TorchvisionCanonizer()", TorchvisionCanonizer, TorchvisionCanonizer.suits),
+    canonizer("zennit.torchvision.ResNetCanonizer()", _resnet_canonizer, _has_torchvision_resnet_blocks),
+)

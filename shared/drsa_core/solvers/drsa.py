@@ -13,15 +13,15 @@ from scipy.stats import ortho_group
 from torch import Tensor
 from tqdm import tqdm
 
+from ..pairs import balanced, normalise
+from ..parameters import Seed, as_float, as_int, as_seed
+from ..scaling import unit_scale
+from ..subspaces import Subspaces
+from ..validation import ArrayLike, as_float_tensor, check_nonzero_contexts
 from .estimator import Activations, Estimator, with_provenance
 from .objective import Objective
-from .pairs import level, normalise
-from .parameters import Seed, as_float, as_int, as_seed
+from .paper_loop import Result, gradient_ascent
 from .quasi_newton import quasi_newton
-from .scaling import unit_scale
-from .solvers import Result, gradient_ascent
-from .subspaces import Subspaces
-from .validation import ArrayLike, as_float_tensor, check_nonzero_contexts
 
 #: Solvers by name, with their default max_iter and tol; the paper's loop never stops early.
 SOLVERS = {"quasi-newton": (quasi_newton, 500, 3e-6), "paper": (gradient_ascent, 5000, 0.0)}
@@ -81,7 +81,7 @@ class DRSA(Estimator):
         Show a progress bar.
     balance : float
         How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
-        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `level`. 0 is the paper's objective, in which positions
+        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `balanced`. 0 is the paper's objective, in which positions
         count by the square of their evidence; with 1 all count the same. See Notes.
     solver : {"quasi-newton", "paper"}
         "paper" is gradient ascent with step 1 and symmetric orthogonalisation, kept as the yardstick.
@@ -156,8 +156,8 @@ class DRSA(Estimator):
 
         # Neither the objective nor the order of the blocks depends on the scale of the data.
         a, c = unit_scale(a)[0], unit_scale(c)[0]
-        levelled_a, levelled_c = level(a, c, chosen.balance)
-        objective = Objective(normalise(levelled_a), normalise(levelled_c), dims, chosen.q)
+        balanced_a, balanced_c = balanced(a, c, chosen.balance)
+        objective = Objective(normalise(balanced_a), normalise(balanced_c), dims, chosen.q)
         generator = np.random.default_rng(chosen.seed)
         if init is not None:
             starts = [_check_start(init, n_features).to(a)]

@@ -1,0 +1,179 @@
+"""The protocol of both wrappers: `collect`, `fit`, `context`, `concept_relevance`, `explain`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from .collect import collect_pairs
+from .explanation import Explanation
+from .layer import Inputs, check_fits, sum_over_positions
+from .pair_store import PairStore
+from .pairs import Pairs
+from .provenance import Provenance, TargetDescription, check_provenance, describe_target
+from .solvers.drsa import DRSA
+from .solvers.estimator import Solver, learn_subspaces
+from .subspaces import Subspaces
+from .target import Target
+
+
+class Explainer(ABC):
+    """What `zennit_drsa.DisentangledAttributor` and `captum_drsa.DisentangledAttribution` have in common.
+
+    `target` is an int, one int for each example (a list, a tensor or an array), or a function from the
+    model's output (N, …) to the scores (N,).
+
+    Attributes
+    ----------
+    layer_name, layer : str, module
+        Where concepts are found.
+    subspaces : Subspaces or None
+        The concepts; None before `fit`.
+    channel_dim : int
+        Axis of the features in the layer's output.
+    strict : bool
+        Whether subspaces that were learned for something else are an error instead of a warning.
+    """
+
+    layer_name: str
+    layer: nn.Module
+    subspaces: Subspaces | None
+    channel_dim: int
+    strict: bool
+
+    @abstractmethod
+    def context(self, inputs: Inputs, target: Target) -> tuple[Tensor, Tensor]:
+        """Activations a and contexts c at the layer, shapes (N, …, D, …)."""
+
+    @abstractmethod
+    def explain(self, inputs: Inputs, target: Target) -> Explanation:
+        """K maps (N, K, *input), with the whole map and what adds up to what."""
+
+    @abstractmethod
+    def _origin(self) -> dict[str, Any]:
+        """`backend`, `method`, `layer` and `model` of a `Provenance`."""
+
+    @abstractmethod
+    def _known_model(self) -> nn.Module:
+        """The model, or the part of it that is known."""
+
+    # ------------------------------------------------------------------ learning the concepts
+
+    def collect(
+        self,
+        loader: Iterable[Any],
+        target: Target | str,
+        positions: int | None = 20,
+        random_state: int | None = None,
+        progress: bool | None = None,
+        store: PairStore | None = None,
+    ) -> Pairs:
+        """Pairs (a, c) at random positions of every image of a loader, on the CPU (Note E).
+
+        Parameters
+        ----------
+        loader : iterable
+            Batches: a tensor, or a tuple or list whose first entry is the tensor, or the tuple of tensors.
+            They are moved to the model's device.
+        target : int, list or tensor of int, function of the output, or "label"
+            One for all images, one for each image in the order of the loader, a function from the output to
+            the scores, or "label" for the second entry of every batch.
+        positions : int or None
+            Random positions per image, without repetition; None for all.
+        random_state : int, optional
+            Seed of the positions.
+        progress : bool, optional
+            Show a progress bar. Default: on a terminal.
+        store : PairStore, optional
+            Where to keep each batch as it is done. Batches that it holds already are not computed again.
+        """
+        parameter = next(self._known_model().parameters(), None)
+        return collect_pairs(
+            self.context,
+            loader,
+            target,
+            positions=positions,
+            random_state=random_state,
+            store=store,
+            progress=progress,
+            device=None if parameter is None else parameter.device,
+            channel_dim=self.channel_dim,
+            **self._origin(),
+        )
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        target: Target | str,
+        solver: Solver | None = None,
+        positions: int | None = 20,
+        random_state: int | None = None,
+        progress: bool | None = None,
+        store: PairStore | None = None,
+    ) -> Self:
+        """Collect pairs from a loader and learn `subspaces` from them.
+
+        Parameters
+        ----------
+        loader, target, positions, random_state, progress, store
+            As in `collect`.
+        solver : PRCA, DRSA, …, optional
+            Default `DRSA(n_subspaces=4)`.
+        """
+        solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
+        pairs = self.collect(loader, target, positions, random_state, progress, store)
+        self.subspaces = learn_subspaces(solver, pairs)
+        return self
+
+    # ------------------------------------------------------------------ using them
+
+    def _fitted(self) -> Subspaces:
+        if self.subspaces is None:
+            raise ValueError(
+                "there are no subspaces yet: call fit(loader, target), or pass subspaces=Subspaces.load(path)"
+            )
+        return self.subspaces
+
+    def _used_for(self, target: TargetDescription) -> Provenance:
+        return Provenance(**self._origin(), channel_dim=self.channel_dim, target=target)
+
+    def _check_use(self, target: Target | TargetDescription, stacklevel: int) -> None:
+        """Compare where the subspaces were made with what they are used for."""
+        made = self._fitted().provenance
+        if made is not None:
+            described = target if isinstance(target, str) else describe_target(target, tuple_is_index=True)
+            check_provenance(made, self._used_for(described), "subspaces", self.strict, stacklevel + 1)
+
+    def _check_fits(self, activation: Tensor) -> None:
+        check_fits(activation, self._fitted().n_features, self.layer_name, self.channel_dim)
+
+    def _relevance(self, activation: Tensor, context: Tensor) -> Tensor:
+        """R_k = (U_kᵀa)ᵀ(U_kᵀc), summed over positions, shape (N, K)."""
+        self._check_fits(activation)
+        per_position = self._fitted().relevance(activation, context, self.channel_dim)
+        return sum_over_positions(per_position, self.channel_dim)
+
+
+def check_subspaces(subspaces: object) -> Subspaces | None:
+    """Subspaces as a user gives them to a wrapper, or None."""
+    if subspaces is None or isinstance(subspaces, Subspaces):
+        return subspaces
+    raise TypeError(
+        f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}; use "
+        "Subspaces(basis, dims), Subspaces.load(path), or the subspaces_ of a fitted solver"
+    )
+
+
+def single_input(inputs: Inputs) -> Tensor:
+    """The one input of a method that takes no tuple of them."""
+    if isinstance(inputs, Tensor):
+        return inputs
+    if isinstance(inputs, tuple) and len(inputs) == 1:
+        return inputs[0]
+    raise TypeError(
+        f"this takes one input tensor (N, …), got {type(inputs).__name__}; captum_drsa's `attribute` takes "
+        "several"
+    )

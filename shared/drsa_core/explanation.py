@@ -1,0 +1,150 @@
+"""`Explanation`: K maps with what they belong to, and a certificate of what adds up to what."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .provenance import Provenance
+from .subspaces import Subspaces
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What concept maps cannot hold, as shares of the absolute relevance.
+
+    Attributes
+    ----------
+    on_zero_activations : float
+        Share of the relevance at the layer that sits on zero activations.
+    around_the_layer : float or None
+        Share of what reaches the input without crossing the layer; None if it was not measured.
+    """
+
+    on_zero_activations: float = 0.0
+    around_the_layer: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """K concept maps of N examples.
+
+    Attributes
+    ----------
+    maps : tensor, shape (N, K, *input)
+        One map for each concept.
+    whole : tensor, shape (N, *input), or None
+        The map of the wrapped method by itself.
+    concept_relevance : tensor, shape (N, K)
+        R_k = (U_kᵀa)ᵀ(U_kᵀc) at the layer, summed over positions.
+    score : tensor, shape (N,)
+        The explained output y.
+    subspaces : Subspaces
+    provenance : Provenance
+        How the maps were made.
+    losses : Losses
+        What the maps cannot hold.
+    adds_up_by_pixel : bool
+        Whether maps of complete subspaces are meant to add up to `whole` in each pixel (LRP, gradients), or
+        in total only (Integrated Gradients, Shapley values; Note B).
+    is_relevance : bool
+        Whether the maps hold relevance, whose sum is a part of the score, rather than gradients.
+    """
+
+    maps: Tensor
+    whole: Tensor | None
+    concept_relevance: Tensor
+    score: Tensor
+    subspaces: Subspaces
+    provenance: Provenance
+    losses: Losses
+    adds_up_by_pixel: bool
+    is_relevance: bool
+
+    def __len__(self) -> int:
+        return len(self.maps)
+
+    def certificate(self) -> Certificate:
+        """What adds up to what, in numbers."""
+        total = self.score.double().abs().sum().clamp(min=_TINY)
+        at_layer = self.concept_relevance.double()
+        of_maps = self.maps.double().reshape(*self.maps.shape[:2], -1).sum(2)
+        whole = None if self.whole is None else self.whole.double()
+        relevance = self.is_relevance
+        above = (self.score.double() - at_layer.sum(1)).abs().sum() / total
+        return Certificate(
+            is_complete=self.subspaces.is_complete,
+            maps_to_whole=None
+            if whole is None or not self.adds_up_by_pixel
+            else _relative(self.maps.double().sum(1) - whole, whole),
+            maps_to_layer=_relative(of_maps - at_layer, at_layer) if relevance else None,
+            layer_to_score=float(above) if self.subspaces.is_complete else None,
+            share_of_score=float(of_maps.sum() / self.score.double().sum()) if relevance else None,
+            on_zero_activations=self.losses.on_zero_activations,
+            around_the_layer=self.losses.around_the_layer,
+        )
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What adds up to what; every number is a relative difference or a share. None: not defined here.
+
+    Attributes
+    ----------
+    is_complete : bool
+        Whether the subspaces span the whole space. If not, the maps miss what lies outside of them.
+    maps_to_whole : float or None
+        Largest difference between Σ_k maps and the whole map in a pixel, over the largest value of the whole.
+    maps_to_layer : float or None
+        Largest difference between Σ_p R_pk and R_k at the layer, over the largest R_k: what biases and
+        stabilisers below the layer keep, or a path integral misses.
+    layer_to_score : float or None
+        Difference between Σ_k R_k and the score, over the score: what biases and stabilisers above the layer
+        keep, and what goes around it.
+    share_of_score : float or None
+        Sum of all maps over the score.
+    on_zero_activations, around_the_layer : float or None
+        As in `Losses`.
+    """
+
+    is_complete: bool
+    maps_to_whole: float | None
+    maps_to_layer: float | None
+    layer_to_score: float | None
+    share_of_score: float | None
+    on_zero_activations: float
+    around_the_layer: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        complete = "complete" if self.is_complete else "not complete: maps miss what lies outside"
+        return "\n".join(
+            [
+                f"subspaces: {complete}",
+                f"Σ_k maps against the whole map: off by {_shown(self.maps_to_whole)}",
+                f"Σ_pixels of each map against R_k at the layer: off by {_shown(self.maps_to_layer)}",
+                f"Σ_k R_k at the layer against the score: off by {_shown(self.layer_to_score)}",
+                f"sum of all maps: {_shown(self.share_of_score)} of the score",
+                f"lost on zero activations: {_shown(self.on_zero_activations)}",
+                f"goes around the layer: {_shown(self.around_the_layer)}",
+            ]
+        )
+
+
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def _relative(difference: Tensor, reference: Tensor) -> float:
+    return float(difference.abs().max() / reference.abs().max().clamp(min=_TINY))
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "not defined here"
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.1%}"

@@ -1,0 +1,108 @@
+"""What every γ composite takes: the bounds of its input, and γ above the concept layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from drsa_core.layer import find_layer
+from torch import Tensor, nn
+
+Bound: TypeAlias = Tensor | float
+Channels: TypeAlias = Sequence[float] | Tensor
+
+# ImageNet's statistics, with which torchvision's weights expect their input to be normalised.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+def input_bounds(
+    low: Bound | None, high: Bound | None, mean: Channels | None, std: Channels | None
+) -> tuple[Bound, Bound] | None:
+    """Bounds of the input for z^B: as given, or those of pixels in [0, 1] after normalisation; None if none.
+
+    Parameters
+    ----------
+    low, high : tensor or float, optional
+        Smallest and largest value of each input, broadcastable to the input.
+    mean, std : one number per channel, optional
+        Normalisation, which gives (0 − mean)/std and (1 − mean)/std of shape (1, C, 1, 1).
+    """
+    if (low is None) != (high is None) or (mean is None) != (std is None):
+        raise ValueError("the bounds of the input are low= with high=, or mean= with std=; one is missing")
+    if low is not None and mean is not None:
+        raise ValueError("give the bounds of the input either as low=, high= or as mean=, std=, not as both")
+    if low is not None and high is not None:
+        _check_bounds(low, high)
+        return low, high
+    if mean is None or std is None:
+        return None
+    means, stds = ([float(value) for value in values] for values in (mean, std))
+    if len(means) != len(stds) or any(not s > 0 for s in stds):
+        raise ValueError(
+            f"mean and std must have one entry per input channel and std be positive, got mean "
+            f"{tuple(means)} and std {tuple(stds)}"
+        )
+    lowest, highest = (
+        torch.tensor([(pixel - m) / s for m, s in zip(means, stds, strict=True)], dtype=torch.float64)
+        for pixel in (0.0, 1.0)
+    )
+    return lowest.view(1, -1, 1, 1), highest.view(1, -1, 1, 1)
+
+
+def checked_number(name: str, value: float) -> float:
+    """A finite number of at least 0, γ for instance."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    return value
+
+
+@dataclass(frozen=True)
+class AboveLayer:
+    """γ of the layers above the concept layer: 0 in the paper's rules for VGG16 (Note D).
+
+    With a large γ above, the context c is close to a multiple of a: what speaks against the class is hidden,
+    and DRSA finds what PCA-like methods find.
+    """
+
+    layer: str | nn.Module
+    gamma: float
+
+    @classmethod
+    def of(cls, layer: str | nn.Module | None, gamma_above: float | None) -> AboveLayer | None:
+        """From a composite's arguments; γ is 0 if only the layer is named."""
+        if layer is None:
+            if gamma_above is not None:
+                raise ValueError(
+                    f"gamma_above={gamma_above} needs the concept layer, above which it holds: pass layer="
+                )
+            return None
+        return cls(layer, 0.0 if gamma_above is None else checked_number("gamma_above", gamma_above))
+
+    def modules(self, root: nn.Module) -> frozenset[nn.Module]:
+        """The modules behind the layer, in the order in which the model was built (`model.modules()`)."""
+        _, layer = find_layer(root, self.layer)
+        inside = set(layer.modules())
+        modules = list(root.modules())
+        last = max(index for index, module in enumerate(modules) if module in inside)
+        return frozenset(modules[last + 1 :])
+
+
+def modules_above(above: AboveLayer | None, root: nn.Module) -> frozenset[nn.Module]:
+    """The modules above the concept layer; none if no layer is named."""
+    return frozenset() if above is None else above.modules(root)
+
+
+def _check_bounds(low: Bound, high: Bound) -> None:
+    for name, bound in (("low", low), ("high", high)):
+        if isinstance(bound, bool) or not isinstance(bound, int | float | Tensor):
+            raise TypeError(f"{name} must be a tensor or a number, got {type(bound).__name__}")
+        if not bool(torch.as_tensor(bound).isfinite().all()):
+            raise ValueError(f"{name} must be finite")
+    if not bool((torch.as_tensor(low) <= torch.as_tensor(high)).all()):
+        raise ValueError("low must be at most high, everywhere; are the two exchanged?")

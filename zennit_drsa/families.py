@@ -1,0 +1,111 @@
+"""Families of models: what each file in `zennit_drsa/models` offers, and which of it suits a model.
+
+A new family is one new file there. It may define
+
+* `REMEDIES`, a sequence of `Remedy`: what `doctor` tries on models that it suits, and what `FamilyCanonizer`
+  chooses from;
+* its canonizer, a `NetworkCanonizer` that says what it `suits`, and its composite, under
+  `zennit.composites.register_composite`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from zennit.canonizers import Canonizer, SequentialMergeBatchNorm
+from zennit.composites import EpsilonPlus
+from zennit.core import Composite
+
+from ._zennit import applied_reversibly
+
+Suits: TypeAlias = Callable[[nn.Module], bool]
+Trial: TypeAlias = tuple[str, Composite]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something that makes LRP valid on models that it suits.
+
+    Attributes
+    ----------
+    suits : function
+        Whether a model is one of these.
+    trials : function
+        User's composite and input ↦ what the user is to write, and the same built.
+    canonizer : function
+        Builds the canonizer; None if there is none.
+    """
+
+    suits: Suits
+    trials: Callable[[Composite, Tensor], Iterator[Trial]]
+    canonizer: Callable[[], Canonizer] | None = None
+
+
+def canonizer(code: str, build: Callable[[], Canonizer], suits: Suits) -> Remedy:
+    """A canonizer, first with the rules of the user's composite, then with those of `EpsilonPlus`."""
+
+    def trials(composite: Composite, input: Tensor) -> Iterator[Trial]:
+        yield (
+            f"give the composite canonizers=[{code}]",
+            Composite(module_map=composite.module_map, canonizers=[build()]),
+        )
+        yield f"use zennit.composites.EpsilonPlus(canonizers=[{code}])", EpsilonPlus(canonizers=[build()])
+
+    return Remedy(suits, trials, build)
+
+
+def composite(
+    code: str,
+    build: Callable[[Tensor], Composite],
+    suits: Suits,
+    canonizer: Callable[[], Canonizer] | None = None,
+) -> Remedy:
+    """A composite that brings its canonizer."""
+    return Remedy(suits, lambda _, input: iter([(f"use {code}", build(input))]), canonizer)
+
+
+def remedies() -> list[Remedy]:
+    """What the families offer, file by file in alphabetical order, and then what suits many models."""
+    package = import_module(".models", __package__)
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    found: list[Remedy] = []
+    for name in names:
+        found += getattr(import_module(f"{package.__name__}.{name}"), "REMEDIES", ())
+    return [*found, *_GENERAL]
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether there is a batch norm in the model."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+_GENERAL = (
+    canonizer("zennit.canonizers.SequentialMergeBatchNorm()", SequentialMergeBatchNorm, has_batch_norm),
+    composite("zennit.composites.EpsilonPlus()", lambda input: EpsilonPlus(), lambda model: True),
+)
+
+
+class FamilyCanonizer(Canonizer):  # type: ignore[misc]
+    """The canonizer of the family that a model belongs to, chosen when it is applied.
+
+    Where no family is known, batch norms that follow a linear layer are merged into it, and a model without
+    any is left as it is.
+    """
+
+    def apply(self, root_module: nn.Module) -> list[Any]:
+        """Apply the first canonizer that suits the model, and return the instances that take it back."""
+        for remedy in remedies():
+            if remedy.canonizer is not None and remedy.suits(root_module):
+                return applied_reversibly(remedy.canonizer(), root_module)
+        return []
+
+    def register(self) -> None:
+        """Nothing: `apply` registers another canonizer."""
+
+    def remove(self) -> None:
+        """Nothing: what `apply` returns is removed by itself."""

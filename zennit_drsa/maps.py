@@ -1,0 +1,217 @@
+"""How the K maps of each of Zennit's attributors are computed, while its composite is registered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from drsa_core import Subspaces
+from drsa_core.explainer import Explainer
+from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, filter_context
+from drsa_core.target import Target
+from torch import Tensor, nn
+from zennit.attribution import Attributor, IntegratedGradients, Occlusion, SmoothGrad
+from zennit.core import Composite
+
+from ._zennit import describe_rules, holds_relevance
+from .explained import AttrOutput, ScoreOf
+from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
+
+
+@dataclass(frozen=True)
+class Step1:
+    """The model's output, the activation a, its context c, and what concept maps cannot hold."""
+
+    output: Tensor
+    activation: Tensor
+    context: Tensor
+    lost: float
+    share_around: float | None
+
+
+class ConceptMaps(Explainer):
+    """The passes behind `DisentangledAttributor`, which documents the attributes."""
+
+    model: nn.Module
+    composite: Composite
+    attributor: Attributor
+    two_step: bool | None
+    context_steps: int
+    chunk: int | None
+    slot: str | None
+    tolerance: float
+
+    # ------------------------------------------------------------------ maps, shape (K, N, *input)
+
+    def _whole(self, input: Tensor, start: AttrOutput, state: Tensor) -> Tensor:
+        """The map of the wrapped attributor, with the same noise as for its parts."""
+        torch.set_rng_state(state)
+        whole: Tensor = self.attributor.forward(input.clone(), start)[1].detach()
+        return whole
+
+    def _maps(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
+        attributor = self.attributor
+        if isinstance(attributor, Occlusion):
+            return self._occlusion(input, start)
+        if isinstance(attributor, IntegratedGradients):
+            baseline = attributor.baseline_fn(input)
+            alphas = torch.linspace(1.0 / attributor.n_iter, 1.0, attributor.n_iter)
+            path = (baseline + alpha * (input - baseline) for alpha in alphas)
+            if self._in_two_steps:
+                output, mean = self._integrate_model(input, path, start)
+            else:
+                output, mean = self._average(path, start)
+            return output, mean * (input - baseline)
+        if isinstance(attributor, SmoothGrad):
+            return self._average(self._noisy(input), start)
+        return self._gradients(input, start)
+
+    def _gradients(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
+        """Filter what arrives at the layer by concept, and pass each part down (section 3, Eqs. 1 and 2)."""
+        subspaces, create_graph = self._fitted(), self.attributor.create_graph
+        hooks = list(self.composite.hook_refs)
+        with ExitStack() as stack:
+            if not create_graph:
+                stack.enter_context(skipped_gradients(self.model))
+            backward = self._backward(input, start, create_graph)
+            self._check_fits(backward.activation)
+            start_pass = stack.enter_context(shared_forwards(hooks))
+
+            def below(part: Tensor) -> Tensor:
+                start_pass()
+                return backward.below(part)[0]
+
+            whole = None
+            if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
+                whole = below(backward.arriving)
+            maps: list[Tensor] = []
+            for group in self._groups():
+                for part in backward.cotangents(group, self.channel_dim):
+                    last = len(maps) + 1 == subspaces.n_subspaces
+                    if last and whole is not None and subspaces.is_complete and maps:
+                        # The pass for the signs gave the sum of all maps: the last one is what is left.
+                        maps.append(whole - torch.stack(maps).sum(0))
+                    else:
+                        maps.append(below(part))
+        keep = create_graph or self.attributor.retain_graph
+        return (backward.output if keep else backward.output.detach()), torch.stack(maps)
+
+    def _average(self, path: Iterator[Tensor], start: AttrOutput) -> tuple[Tensor, Tensor]:
+        n_iter = self.attributor.n_iter
+        total: Tensor | None = None
+        for point in path:
+            output, maps = self._gradients(point, start)
+            total = maps / n_iter if total is None else total + maps / n_iter
+        if total is None:
+            raise ValueError(f"n_iter must be at least 1, got {n_iter}")
+        return output, total
+
+    def _noisy(self, input: Tensor) -> Iterator[Tensor]:
+        # The draws are in the order of Zennit's SmoothGrad, so that a seed gives both the same noise.
+        dims = tuple(range(1, input.ndim))
+        std = self.attributor.noise_level * (input.amax(dims, keepdim=True) - input.amin(dims, keepdim=True))
+        for _ in range(self.attributor.n_iter - 1):
+            yield input + torch.randn_like(input) * std
+        yield input
+
+    # ------------------------------------------------------------------ two steps (Note B)
+
+    @property
+    def _in_two_steps(self) -> bool:
+        if self.two_step is not None:
+            return self.two_step
+        if isinstance(self.attributor, IntegratedGradients):
+            return not holds_relevance(self.model, self.slot)
+        return isinstance(self.attributor, Occlusion)
+
+    @property
+    def _integrates_context(self) -> bool:
+        is_path = isinstance(self.attributor, IntegratedGradients) and self._in_two_steps
+        return is_path and not holds_relevance(self.model, self.slot)
+
+    def _context(self, input: Tensor, start: AttrOutput, target: Target) -> Step1:
+        """Step 1: the model's output, the activation a, its context c, and what is lost."""
+        with skipped_gradients(self.model):
+            backward = self._backward(input, start)
+        activation, context = backward.activation, backward.context.detach()
+        if self._integrates_context:
+            activation, context = self._path_context(self._request(input, target))
+        return Step1(backward.output.detach(), activation, context, backward.lost, backward.share_around)
+
+    @property
+    def _path_context(self) -> IntegratedGradientsContext:
+        return IntegratedGradientsContext(self.context_steps)
+
+    def _integrate_model(
+        self, input: Tensor, path: Iterator[Tensor], start: AttrOutput
+    ) -> tuple[Tensor, Tensor]:
+        """Step 2 of Integrated Gradients: mean over the path of ∂R̂_k/∂x."""
+        step = self._context(input, start, ScoreOf(start))
+        self._check_fits(step.activation)
+        total = input.new_zeros(self._fitted().n_subspaces, *input.shape)
+        for point in path:
+            point = point.detach().requires_grad_()
+            activation = self._request(point, None).activation()
+            k = 0
+            for group in self._groups():
+                for part in filter_context(step.context, group, self.channel_dim):
+                    (gradient,) = torch.autograd.grad(activation, point, part, retain_graph=True)
+                    total[k] += gradient / self.attributor.n_iter
+                    k += 1
+        return step.output, total
+
+    def _occlusion(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
+        """Step 2 of occlusion: Zennit's own loop over the windows, with R̂_k in the place of the output."""
+        step = self._context(input, start, ScoreOf(start))
+        scores: list[Tensor] = []
+
+        def first_run(occluded: Tensor) -> Tensor:
+            with torch.no_grad():
+                scores.append(self._relevance(self._request(occluded, None).activation(), step.context))
+            return scores[-1][:, :1]
+
+        def run(model: Callable[[Tensor], Tensor]) -> Tensor:
+            occlusion = copy.copy(self.attributor)
+            occlusion.model, occlusion.composite = model, None
+            result: Tensor = occlusion.forward(input, lambda score: score)[1]
+            return result
+
+        maps = [run(first_run)]
+        for k in range(1, self._fitted().n_subspaces):
+            remembered = iter([score[:, k : k + 1] for score in scores])
+            maps.append(run(partial(_next, remembered)))
+        return step.output, torch.stack(maps)
+
+    def _request(self, input: Tensor, target: Target) -> Request:
+        return Request(self.model, self.layer, self.layer_name, (input,), target, self.channel_dim)
+
+    def _backward(self, input: Tensor, start: AttrOutput, create_graph: bool = False) -> BackwardPass:
+        return BackwardPass(
+            self._request(input, None),
+            start=start,
+            holds_relevance=holds_relevance(self.model, self.slot),
+            create_graph=create_graph,
+            tolerance=self.tolerance,
+        )
+
+    def _groups(self) -> Iterator[Subspaces]:
+        subspaces = self._fitted()
+        size = self.chunk or subspaces.n_subspaces
+        for first in range(0, subspaces.n_subspaces, size):
+            yield subspaces.select(range(first, min(first + size, subspaces.n_subspaces)))
+
+    def _method(self) -> str:
+        """How contexts are found, with the rules that are registered now."""
+        rules = describe_rules(self.model)
+        how = repr(self._path_context) if self._integrates_context else "GradientContext()"
+        if holds_relevance(self.model, self.slot):
+            return f"LRP({rules})"
+        return f"{how} under {rules}" if rules else how
+
+
+def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:
+    return next(remembered)

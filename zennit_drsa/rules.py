@@ -1,0 +1,353 @@
+"""LRP rules as Zennit hooks, built for K backward passes from one forward pass.
+
+There are two kinds of hooks. A `GraphRule` is a Zennit hook whose graph is made in the first backward pass;
+it serves gradients of relevance (`create_graph=True`) too. A `ForwardRule` writes the rule into the graph of
+the model itself, and has no hook left in the backward pass.
+
+And there are two ways to keep a denominator d away from zero:
+
+* `stabilizer`, ε: R / (d + ε·sign(d)), as Zennit and most programs do. A little relevance is lost everywhere.
+* `threshold`, δ: R / d, and 0 where |d| ≤ δ, as the paper does for NFNets (Note K). Relevance is lost only
+  there, but all of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from drsa_core.lrp import DropSmall, OverDenominator, TimesInput, exchanged, parameters_of
+from torch import Tensor, nn
+from zennit.core import Hook
+
+from ._zennit import is_active, keep, kept, register_positional, stabilized
+from .composite_options import Bound
+
+STABILIZER = 1e-9
+"""ε of `stabilizer`. Zennit's usual 1e-6 is visible in maps of small relevance."""
+THRESHOLD = 1e-3
+"""δ of `threshold` (Note K, numerical stability)."""
+
+
+class GraphRule(Hook, ABC):  # type: ignore[misc]
+    """A rule R_j = Σ_s x_s ⊙ ∂z/∂x_s · (R ⊘ z), whose graph of z serves every backward pass of one forward.
+
+    Subclasses say which inputs x_s enter and what z is. K backward passes cost one modified forward pass and
+    K vector-Jacobian products.
+    """
+
+    replaces_gradient = True  # see `_zennit.replaces_gradient`
+
+    def __init__(self, stabilizer: float = STABILIZER) -> None:
+        super().__init__()
+        self.stabilizer = stabilizer
+        self._graph: tuple[list[Tensor], Tensor, Tensor] | None = None
+
+    @abstractmethod
+    def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Inputs that require gradients, and the denominator z as a function of them."""
+
+    def forward(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Remember the layer's input; the graph of the last forward pass is out of date."""
+        keep(self, input=input)
+        self._graph = None
+
+    def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor | None, ...]:
+        """Redistribute the relevance that arrives in `grad_output`."""
+        relevance = grad_output[0]
+        higher_order = relevance.requires_grad
+        graph = None if higher_order else self._graph
+        if graph is None:
+            input = kept(self, "input")[0]
+            with torch.enable_grad():
+                inputs, z = self.graph(module, input.clone() if higher_order else input.detach())
+                denominator = stabilized(z, self.stabilizer)
+            graph = inputs, z, denominator if higher_order else denominator.detach()
+        if not higher_order:
+            self._graph = graph
+        inputs, z, denominator = graph
+        gradients = torch.autograd.grad(
+            z, inputs, relevance / denominator, retain_graph=True, create_graph=higher_order
+        )
+        products = [input * gradient for input, gradient in zip(inputs, gradients, strict=True)]
+        result = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+        if not higher_order:
+            result = result.detach()
+        return (result, *[None] * (len(grad_input) - 1))
+
+    def remove(self) -> None:
+        """Let go of all tensors."""
+        super().remove()
+        self._graph = None
+
+
+class PositiveGamma(GraphRule):
+    """LRP-γ for layers whose inputs are not negative: R_j = Σ_k a_j(w_jk + γw⁺_jk) / z_k · R_k (Note A).
+
+    The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes
+    five modified forward passes for that; behind a ReLU this one takes one.
+    """
+
+    def __init__(self, gamma: float = 0.25, stabilizer: float = STABILIZER) -> None:
+        super().__init__(stabilizer)
+        self.gamma = gamma
+
+    def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
+        """z_k = Σ_{0,j} a_j (w_jk + γ w⁺_jk)."""
+        input.requires_grad_()
+        parameters = {
+            name: None if p is None else p + self.gamma * p.clamp(min=0)
+            for name, p in parameters_of(module).items()
+        }
+        with exchanged(module, parameters):
+            return [input], module.forward(input)
+
+    def copy(self) -> PositiveGamma:
+        """A rule with the same parameters."""
+        return PositiveGamma(self.gamma, self.stabilizer)
+
+
+class ZeroRule(Hook):  # type: ignore[misc]
+    """LRP-0: R_j = Σ_k a_j w_jk / z_k · R_k (Note A), by the layer's own gradient: no forward pass more.
+
+    R ⊘ z goes into the layer's backward pass, and what comes out is multiplied by a.
+    """
+
+    def __init__(self, stabilizer: float = STABILIZER) -> None:
+        super().__init__()
+        self.stabilizer = stabilizer
+
+    def forward(self, module: nn.Module, input: Any, output: Tensor) -> None:
+        """Have the relevance divided by z before it reaches the layer."""
+        keep(self, input=input)
+        if output.grad_fn is None:
+            return
+        # A tensor of its own, which in-place operations on the output leave alone. It is held by the hook,
+        # not by the function: that hangs on the graph of z and would keep it alive for ever.
+        keep(self, z=stabilized(output, self.stabilizer))
+        hook_ref = weakref.ref(self)
+
+        def divide(relevance: tuple[Tensor]) -> tuple[Tensor] | None:
+            hook = hook_ref()
+            if hook is None or not is_active(hook):
+                return None
+            z = kept(hook, "z")
+            return (relevance[0] / (z if relevance[0].requires_grad else z.detach()),)
+
+        output.grad_fn.register_prehook(divide)
+
+    def backward(self, module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor | None, ...]:
+        """Multiply the layer's gradient of R ⊘ z by its input."""
+        input = kept(self, "input")[0]
+        result = grad_input[0] * (input if grad_input[0].requires_grad else input.detach())
+        return (result, *[None] * (len(grad_input) - 1))
+
+    def copy(self) -> ZeroRule:
+        """A rule with the same parameters."""
+        return ZeroRule(self.stabilizer)
+
+
+class PixelBox(GraphRule):
+    """The z^B-rule for pixels in [l, h]: z_j = Σ_i x_i w_ij − l_i w⁺_ij − h_i w⁻_ij (Note A). It has no bias.
+
+    Parameters
+    ----------
+    low, high : tensor or float
+        Lowest and highest pixel values, broadcast to the input, e.g. of shape (1, 3, 1, 1).
+    """
+
+    def __init__(self, low: Bound, high: Bound, stabilizer: float = STABILIZER) -> None:
+        super().__init__(stabilizer)
+        self.low, self.high = low, high
+
+    def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The three terms of z; those of l and h carry their minus sign in the graph."""
+        low, high = (_bound(bound, name, input).clone() for name, bound in _named(self))
+        inputs = [tensor.requires_grad_() for tensor in (input, low, high)]
+        x_term, low_term, high_term = _box_terms(module, inputs)
+        return inputs, x_term - low_term - high_term
+
+    def copy(self) -> PixelBox:
+        """A rule with the same parameters."""
+        return PixelBox(self.low, self.high, self.stabilizer)
+
+
+class ForwardRule(Hook):  # type: ignore[misc]
+    """Zennit hook for a rule that is written as a graph of ordinary operations, built in the forward pass.
+
+    Unlike Zennit's `BasicHook`, which computes its denominators anew in each backward pass, all backward
+    passes share one forward graph: K maps cost K backward passes, and no forward pass more.
+    """
+
+    def register(self, module: nn.Module) -> Any:
+        """Attach the rule to a module."""
+        return register_positional(self, module)
+
+    def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
+        """Nothing to prepare, unless a rule says so."""
+        return None
+
+    def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        """The output as it is, unless a rule says otherwise."""
+        return None
+
+
+class GeneralizedGamma(ForwardRule):
+    """Generalised LRP-γ for a linear module with inputs of both signs (Note K, cases 1, 2, 5 and 7).
+
+    With contributions u_jk = a_j w_jk, the bias among them as a neuron of activation 1 (Note A), the rule is
+
+        R_j = Σ_k (u_jk + γ u_jk^s) / d_k · R_k,   d_k = Σ_j u_jk + γ u_jk^s,   s = sign of z_k.
+
+    As u^± = (u ± |u|)/2, this is d = (1 + γ/2) z + s γ/2 Σ_j |a_j||w_jk|: one more forward pass of the
+    module, with absolute values, replaces the four of the formula with w⁺, w⁻, a⁺, a⁻. Zennit's `Gamma` is
+    the same rule with a `stabilizer`.
+
+    Parameters
+    ----------
+    gamma : float
+        γ ≥ 0; 0 is LRP-0.
+    threshold : float
+        Neurons with |d| ≤ threshold hand no relevance down.
+    bias : {"neuron", "authors"}
+        "neuron": the paper. "authors": their program, where b enters d as it is, without γ.
+    stabilizer : float
+        Added to d with its sign.
+    """
+
+    def __init__(
+        self, gamma: float, threshold: float = THRESHOLD, bias: str = "neuron", stabilizer: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.gamma, self.threshold, self.bias, self.stabilizer = gamma, threshold, bias, stabilizer
+        self._absolute: dict[str, Tensor | None] | None = None
+
+    def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
+        """Mark where gradients turn into relevance."""
+        (a,) = input
+        return TimesInput.apply(a, a.detach()) if a.requires_grad else None
+
+    def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        """Replace the output by one of the same value whose backward pass follows the rule."""
+        (a,) = input
+        if not a.requires_grad:
+            return None
+        z = output
+        denominator = z
+        if self.gamma:
+            if self._absolute is None:
+                self._absolute = {n: None if p is None else p.abs() for n, p in parameters_of(module).items()}
+                if self.bias == "authors" and self._absolute.get("bias") is not None:
+                    self._absolute["bias"] = None
+            with exchanged(module, self._absolute):
+                magnitude = module.forward(a.abs())
+            sign = torch.where(z.detach() >= 0, 1.0, -1.0).to(z.dtype)
+            denominator = (1 + self.gamma / 2) * z + (self.gamma / 2 * sign) * magnitude
+            if self.bias == "authors" and (b := parameters_of(module).get("bias")) is not None:
+                denominator = denominator - self.gamma / 2 * b.view(-1, *(1,) * (z.ndim - 2))
+        return OverDenominator.apply(denominator, z.detach(), self.threshold, self.stabilizer)
+
+    def copy(self) -> GeneralizedGamma:
+        """A hook of the same parameters for another module."""
+        return type(self)(self.gamma, self.threshold, self.bias, self.stabilizer)
+
+    def remove(self) -> None:
+        """Forget the absolute parameters."""
+        self._absolute = None
+        super().remove()
+
+
+class BoundedInput(ForwardRule):
+    """LRP-z^B for the first convolution (Note K, case 6); its denominator carries no bias.
+
+    R_p = Σ_j (x_p w_pj − l_p w⁺_pj − h_p w⁻_pj) / d_j · R_j, with d_j the sum of these terms over p.
+
+    Parameters
+    ----------
+    low, high : tensor or float
+        Smallest and largest value of each input, broadcastable to the input.
+    threshold : float
+        Neurons with |d| ≤ threshold hand no relevance down.
+    bias : {"neuron", "authors"}
+        "neuron": the paper, no bias in d. "authors": their program, which subtracts b from d.
+    """
+
+    def __init__(self, low: Bound, high: Bound, threshold: float = THRESHOLD, bias: str = "neuron") -> None:
+        super().__init__()
+        self.low, self.high, self.threshold, self.bias = low, high, threshold, bias
+
+    def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        """Replace the output by one of the same value whose backward pass follows the rule."""
+        (x,) = input
+        if not x.requires_grad:
+            return None
+        values = x.detach()
+        low, high = (_bound(bound, name, x) for name, bound in _named(self))
+        if bool((values < low).any()) or bool((values > high).any()):
+            warnings.warn(
+                f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves "
+                "[low, high]: the z^B rule at the first convolution is made for inputs in that box. "
+                "Normalise low and high as the input",
+                stacklevel=2,
+            )
+        inputs = [TimesInput.apply(x, value) for value in (values, low, high)]
+        x_term, low_term, high_term = _box_terms(module, inputs)
+        denominator = x_term - low_term - high_term
+        if self.bias == "authors" and (b := parameters_of(module).get("bias")) is not None:
+            denominator = denominator - b.view(-1, 1, 1)
+        return OverDenominator.apply(denominator, output.detach(), self.threshold)
+
+    def copy(self) -> BoundedInput:
+        """A hook of the same parameters for another module."""
+        return type(self)(self.low, self.high, self.threshold, self.bias)
+
+
+class PassLarge(ForwardRule):
+    """R(z) = R(a) for an orphan activation or a gate, and 0 where |z| ≤ threshold (Note K, cases 3 and 4).
+
+    The module itself passes relevance on, since `NFNetCanonizer` made it so.
+    """
+
+    def __init__(self, threshold: float = THRESHOLD) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
+        """Mark where relevance is dropped."""
+        (z,) = input
+        return DropSmall.apply(z, self.threshold) if z.requires_grad else None
+
+    def copy(self) -> PassLarge:
+        """A hook of the same parameters for another module."""
+        return type(self)(self.threshold)
+
+
+def _box_terms(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """The layer without its bias: of x with w, of l with w⁺, of h with w⁻."""
+    parameters = parameters_of(module)
+    weight = parameters["weight"]
+    if weight is None:
+        raise ValueError(f"the z^B rule needs a layer with weights, got {type(module).__name__} without")
+    without_bias = {"bias": None} if "bias" in parameters else {}
+    terms = []
+    for input, part in zip(inputs, (weight, weight.clamp(min=0), weight.clamp(max=0)), strict=True):
+        with exchanged(module, {"weight": part, **without_bias}):
+            terms.append(module.forward(input))
+    return terms
+
+
+def _named(rule: PixelBox | BoundedInput) -> tuple[tuple[str, Bound], tuple[str, Bound]]:
+    return ("low", rule.low), ("high", rule.high)
+
+
+def _bound(bound: Bound, name: str, x: Tensor) -> Tensor:
+    try:
+        return torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} must be broadcastable to the input of shape {tuple(x.shape)}, "
+            f"got shape {tuple(torch.as_tensor(bound).shape)}"
+        ) from error
