@@ -67,7 +67,7 @@ class Concepts:
 
     def relevance(self, x: Tensor, target: int) -> Tensor:
         """R_k, shape (N, K): what `RefinedModel` asks for."""
-        return self.attributor.concept_relevance(x, relevance_at(target))
+        return self.attributor.concept_relevance(x, target)
 
     def totals(self, x: Tensor) -> Tensor:
         """R_k of many images, shape (N, K)."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from drsa_audit import load_network, photo_files, relevance_at
+from drsa_audit import load_network, photo_files
 from drsa_core import DRSA
 from drsa_core.plot import concept_maps
 from PIL import Image
@@ -65,20 +65,18 @@ def main() -> None:
         print(f"top-1 on {len(files)} photographs: {np.mean(right):.2f}")
     target = int(options.train.name.split("_")[0])
     x, train = network.load([options.photo]), network.load(photo_files(options.train))
-    gradient = Gradient(network.model, network.composite())
-    attributor = DisentangledAttributor(gradient, options.layer)
+    attributor = DisentangledAttributor(Gradient(network.model, network.composite()), options.layer)
     solver = DRSA(options.concepts, random_state=0)
-    attributor.fit(train.split(4), target, solver, random_state=0)
-    output, whole = (tensor.detach() for tensor in gradient(x, relevance_at(target)))
-    _, maps = attributor(x, relevance_at(target))
-    logit = float(output[0, target])
-    print(f"logit of class {target}: {logit:.2f}, predicted {int(output.argmax())}")
-    error = (maps.sum(1) - whole).abs().max() / whole.abs().max()
-    print(f"largest difference of Σ_k maps to the whole map: {float(error):.1e} of its maximum")
+    found = attributor.fit(train.split(4), target, solver, random_state=0).explain(x, target)
+    logit = float(found.score[0])
+    with torch.no_grad():
+        print(f"logit of class {target}: {logit:.2f}, predicted {int(network.model(x).argmax())}")
+    print(found.certificate())
+    whole = None if found.whole is None else found.whole[0]
     about = f"{options.train.name}, logit {logit:.2f}"
     title = f"{about} · EfficientNet-Lite0, {options.layer} · LRP-γ (Zennit), DRSA"
     picture, names = network.to_picture(x[0]), solver.subspaces_.names
-    figure = concept_maps(picture, maps[0], names, whole=whole[0], title=title, pool=4)
+    figure = concept_maps(picture, found.maps[0], names, whole=whole, title=title, pool=4)
     figure.savefig(options.figure, dpi=90)
     print(f"wrote {options.figure}")
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from drsa_audit import Network, class_folders, load_network, relevance_at
+from drsa_audit import Network, class_folders, load_network
 from drsa_core import DRSA
 from drsa_core.matching import ClassConceptTable, match_concepts
 from drsa_core.plot import concept_maps, relevance_boxes, relevance_scatter
@@ -102,7 +102,7 @@ def main() -> None:
     parts = zip(other.split(16), other_labels.split(16), strict=True)
     relevance = torch.cat(
         [
-            attributor.concept_relevance(part, relevance_at(classes))
+            attributor.concept_relevance(part, classes)
             for part, classes in tqdm(list(parts), desc="relevance", unit="batch")
         ]
     )
@@ -124,7 +124,7 @@ def main() -> None:
     figure = relevance_scatter(relevance, other_labels, three_axes(table), names)
     figure.savefig(options.out / "scatter.png", dpi=110)
     for label, n in table.prototypes(relevance, other_labels).items():
-        _, maps = attributor(other[n : n + 1], relevance_at(label))
+        maps = attributor.explain(other[n : n + 1], label, whole=False).maps
         own = table.concepts_of(label)
         titles = [f"{name} *" if k in own else name for k, name in enumerate(solver.subspaces_.names)]
         figure = concept_maps(network.to_picture(other[n]), maps[0], titles, pool=4)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drsa_audit import relevance_at
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
 from drsa_core.plot import known_concepts
 from drsa_core.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
@@ -88,7 +87,7 @@ def composite() -> EpsilonGammaBox:
 def explain(model: nn.Module, subspaces: Subspaces, images: Tensor, label: int) -> Tensor:
     """Maps of a class on the pixels, shape (N, K, H, W)."""
     attributor = DisentangledAttributor(Gradient(model, composite()), LAYER, subspaces)
-    return attributor(images, relevance_at(label))[1].detach().sum(2)
+    return attributor.explain(images, label, whole=False).maps.sum(2)
 
 
 def lines(vectors: Tensor, n: int = 4) -> Subspaces:

@@ -104,7 +104,7 @@ class Case:
         if subspaces is None:
             return gradient(x, relevance_at(target))[1].detach().sum(1)
         attributor = DisentangledAttributor(gradient, self.layer, subspaces)
-        return attributor(x, relevance_at(target))[1].detach().sum(2)
+        return attributor.explain(x, target, whole=False).maps.sum(2)
 
 
 def lite0(options: argparse.Namespace) -> Case:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from captum.attr import IntegratedGradients, ShapleyValueSampling
-from drsa_audit import Network, load_network, photo_files, relevance_at
+from drsa_audit import Network, load_network, photo_files
 from drsa_audit.photographs import class_name, package_photos, random_crops
 from drsa_core import DRSA, Subspaces
 from drsa_core.plot import concept_grid, concept_maps
@@ -56,11 +56,10 @@ def with_zennit(
     network: Network, layer: str, x: Tensor, train: Tensor, target: int, solver: DRSA
 ) -> tuple[Tensor, Tensor, Tensor]:
     """K maps (N, K, 3, H, W), standard maps and R_k with LRP."""
-    gradient, start = Gradient(network.model, network.composite()), relevance_at(target)
-    wrapped = DisentangledAttributor(gradient, layer).fit(train.split(8), target, solver, random_state=0)
-    _, maps = wrapped(x, start)
-    _, whole = gradient(x, start)
-    return maps.detach(), whole.detach(), wrapped.concept_relevance(x, start).detach()
+    wrapped = DisentangledAttributor(Gradient(network.model, network.composite()), layer)
+    found = wrapped.fit(train.split(8), target, solver, random_state=0).explain(x, target)
+    assert found.whole is not None  # `explain` computes it unless told otherwise
+    return found.maps, found.whole, found.concept_relevance
 
 
 def with_captum(
@@ -79,10 +78,10 @@ def with_captum(
     wrapped = DisentangledAttribution(method, layer, context_method=IntegratedGradientsContext(n_steps=50))
     wrapped.fit(train.split(8), target, solver, random_state=0)
     torch.manual_seed(0)  # Captum's samplers draw from the global generator
-    maps = wrapped.attribute(x, target=target, **keywords) / pixels_per_feature
-    torch.manual_seed(0)
-    whole = method.attribute(x, target=target, **keywords) / pixels_per_feature
-    return maps.detach(), whole.detach(), wrapped.concept_relevance(x, target).detach()
+    found = wrapped.explain(x, target, whole=False, **keywords)
+    torch.manual_seed(0)  # the same permutations as for the concepts
+    whole = method.attribute(x, target=target, **keywords).detach()
+    return found.maps / pixels_per_feature, whole / pixels_per_feature, found.concept_relevance
 
 
 def explain(
