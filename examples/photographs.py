@@ -1,6 +1,8 @@
 """The names of the photographs that come with packages, for `quickstart.py --photo`.
 
-python examples/photographs.py
+Nothing is downloaded; `drsa_audit.photographs` says where they are.
+
+    python examples/photographs.py
 """
 
 from __future__ import annotations

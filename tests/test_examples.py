@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-
-def run(script: str, *arguments: str | Path) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+from .examples.running import EXAMPLES, run
 
 
 @pytest.mark.parametrize("script", sorted(file.name for file in EXAMPLES.glob("*.py")))

@@ -83,14 +83,15 @@ def describe_rules(model: nn.Module) -> str:
     names = {module: name for name, module in model.named_modules()}
     digest, kinds = hashlib.sha256(), []
     for module, hook in hooks_by_module(model):
-        parameters = {
-            key: value
-            for key, value in vars(hook).items()
-            if key not in _WORKING_STATE and not key.startswith("_")
-        }
+        parameters = {key: value for key, value in vars(hook).items() if not _is_working_state(key)}
         feed(digest, [names[module], type(hook).__qualname__, parameters])
         kinds.append(type(hook).__name__)
     return f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else ""
+
+
+def _is_working_state(attribute: str) -> bool:
+    # Rules of this package keep graphs and the like under names with an underscore.
+    return attribute in _WORKING_STATE or attribute.startswith("_")
 
 
 # ---------------------------------------------------------------------- what a hook keeps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +16,7 @@ pytest.importorskip("torchvision")
 import timm
 import torchvision
 from drsa_audit import load_network, make_backend, with_upper_gamma
-from drsa_core import Subspaces
+from drsa_core import PRCA, PairStore, ProvenanceWarning, Subspaces
 from safetensors.torch import save_file
 
 from tests.closeness import assert_same
@@ -137,6 +139,22 @@ def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             load_network(name)
+
+
+@pytest.mark.parametrize("name", [f"{__name__}:SmallVGG", "test_nfnet"])
+def test_rules_are_the_same_when_pairs_are_collected_and_when_they_are_explained(tmp_path, name: str) -> None:
+    """What a rule remembers of a backward pass, such as a graph, is no part of the method."""
+    weights = tmp_path / "weights.pt"
+    model = SmallVGG() if "VGG" in name else timm.create_model(name, pretrained=False)
+    torch.save(shaken(model).state_dict(), weights)
+    network = load_network(name, weights)
+    backend = make_backend("lrp", network, network.layer or "features.4")
+    pairs = backend.collect([image(), image(48)], 1, 20, 0, PairStore(tmp_path / "pairs"))
+    subspaces = PRCA(1).fit(pairs).subspaces_
+    assert subspaces.provenance is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ProvenanceWarning)
+        backend.explain(image(), 1, subspaces)
 
 
 def test_photographs_become_inputs_and_pictures() -> None:

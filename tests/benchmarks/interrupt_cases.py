@@ -24,6 +24,7 @@ from captum_drsa import DisentangledAttribution
 from zennit_drsa import DisentangledAttributor, DisentangledComposite, NFNetGamma, TimmCanonizer, doctor
 
 Result = tuple[Tensor, ...]
+SOLVER: Any = PRCA(2)
 
 
 class Case(ABC):
@@ -82,10 +83,9 @@ def nfnet() -> nn.Module:
 
 
 def _with_statistics(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean, -0.1, 0.1)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            nn.init.uniform_(buffer, 0.5, 1.5)
     return model.eval()
 
 
@@ -131,8 +131,8 @@ class ZennitCase(Case):
         if self.form == "collect":
             return _arrays(self.attributor.collect([self.x, self.x], 1, random_state=0, progress=False))
         if self.form == "fit":
-            fitted = self.attributor.fit([self.x, self.x], 1, PRCA(2), random_state=0, progress=False)
-            return (torch.as_tensor(fitted.subspaces.basis),)
+            fitted = self.attributor.fit([self.x, self.x], 1, SOLVER, random_state=0, progress=False)
+            return _basis(fitted.subspaces)
         with self.attributor as attributor:
             if self.form == "caught":
                 with suppress(KeyboardInterrupt):
@@ -208,7 +208,8 @@ class CaptumCase(Case):
         self.rules: list[Any] = []
         if self.has_rules:
             self.rules = [GammaRule(0.5), Alpha1_Beta0_Rule()]
-            self.model.conv.rule, self.model.linear.rule = self.rules
+            for name, rule in zip(("conv", "linear"), self.rules, strict=True):
+                self.model.get_submodule(name).rule = rule
         self.method = self.make(self.model)
         self.attributor = DisentangledAttribution(self.method, "relu", _subspaces(4))
         self.method_before = {key: id(value) for key, value in vars(self.method).items()}
@@ -221,12 +222,16 @@ class CaptumCase(Case):
                 return (self.attributor.attribute(self.x, target=1, **self.options),)
             if self.form == "collect":
                 return _arrays(self.attributor.collect([self.x], 1, random_state=0, progress=False))
-            fitted = self.attributor.fit([self.x], 1, PRCA(2), random_state=0, progress=False)
-            return (torch.as_tensor(fitted.subspaces.basis),)
+            fitted = self.attributor.fit([self.x], 1, SOLVER, random_state=0, progress=False)
+            return _basis(fitted.subspaces)
 
     def leftovers(self) -> Any:
         of_rules = [sorted(vars(rule)) for rule in self.rules]
         return of_rules, {key: id(value) for key, value in vars(self.method).items()} == self.method_before
+
+
+def _basis(subspaces: Subspaces | None) -> Result:
+    return () if subspaces is None else (torch.as_tensor(subspaces.basis),)
 
 
 def _arrays(pairs: Any) -> Result:

@@ -174,7 +174,9 @@ def try_case(case: Case, lines: Sequence[int], second: int | None = None, at_onc
             try:
                 result = injection.run(case.run)
                 _look_for_signals()
-            except KeyboardInterrupt:
+            except BaseException as error:
+                if not _comes_of_interrupt(error):
+                    raise
                 count.stopped += 1
             is_handler_back = signal.getsignal(signal.SIGINT) == injection.handle
         count.trials += bool(injection.n_sent)
@@ -209,6 +211,13 @@ def _state(case: Case) -> dict[str, Any]:
 
 def _same(result: Result, reference: Result) -> bool:
     return len(result) == len(reference) and all(map(torch.equal, result, reference))
+
+
+def _comes_of_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt was raised, or an error on the way out of one (Zennit's `finally` clauses)."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _look_for_signals() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from .running import run
+
 for package in ("captum", "zennit", "timm", "cv2", "matplotlib"):
     pytest.importorskip(package)
 
@@ -23,11 +21,10 @@ def test_benchmark_on_real_weights(tmp_path) -> None:
         (tmp_path / part / "285_Egyptian_cat").mkdir(parents=True)
         cat.crop((75, 0, 375, 300)).save(tmp_path / part / "285_Egyptian_cat" / "a.jpg")
         (tmp_path / part / "285_Egyptian_cat" / "b.jpg").write_bytes(b"no picture")
-    command = [sys.executable, str(EXAMPLES / "benchmark.py"), "--data", tmp_path, "--out", tmp_path / "out"]
-    command += ["--quick", "--subspaces", "2", "--positions", "196", "--methods", "drsa", "prca", "max-rel"]
-    done = subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True)
-    assert "2 unreadable photographs skipped" in done.stdout
-    assert "4 evaluations" in done.stdout
+    settings = ("--quick", "--subspaces", "2", "--positions", "196", "--methods", "drsa", "prca", "max-rel")
+    printed = run("benchmark.py", "--data", tmp_path, "--out", tmp_path / "out", *settings)
+    assert "2 unreadable photographs skipped" in printed
+    assert "4 evaluations" in printed
     with (tmp_path / "out" / "tables.csv").open() as file:
         rows = {(r["method"], r["n_subspaces"], r["metric"]): float(r["mean"]) for r in csv.DictReader(file)}
     # On its own training image PRCA must carry more relevance than any single feature map.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +10,7 @@ from drsa_core.manipulation import SoftplusActivations
 from torch import nn
 
 from ..model_state import model_state
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def run(script: str, *arguments: str | Path) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+from .running import run
 
 
 def test_known_concepts(tmp_path) -> None:

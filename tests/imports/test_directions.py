@@ -109,9 +109,8 @@ def test_the_drawing_shows_every_module_and_marks_imports_upwards(tmp_path) -> N
         (tmp_path / name).write_text(text)
     modules = read_modules(tmp_path)
     drawn = ElementTree.fromstring(draw(modules, "small"))
-    texts = ["".join(node.itertext()) for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = ["".join(node.itertext()) for node in drawn.iter(f"{svg}text")]
     assert {"lrp 1", "pairs 0", "pairs 1", "drsa_core 1 lines", "captum_drsa 1 lines"} <= set(texts)
-    red = [
-        node for node in drawn.iter("{http://www.w3.org/2000/svg}path") if "#d00000" in node.attrib.values()
-    ]
+    red = [node for node in drawn.iter(f"{svg}path") if "#d00000" in node.attrib.values()]
     assert len(red) == 2  # line and tip of the one import upwards

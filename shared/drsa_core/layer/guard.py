@@ -94,7 +94,7 @@ class Guard:
     def begin(self) -> None:
         """Note the state of the model. Waits if another thread works on it."""
         self._interrupts.install()
-        self._acquire(_lock_of(self._model))
+        self._acquire()
         self._interrupts.deliver()
         self._state = state = ModelState(self._model, self._also)
         if not self._is_whole:
@@ -114,8 +114,9 @@ class Guard:
         self._restore()
         self._interrupts.deliver()
 
-    def _acquire(self, lock: Any) -> None:
+    def _acquire(self) -> None:
         # Uninterrupted, so that the lock is not taken without being noted; hence not one long wait.
+        lock = _lock_of(self._model)
         while not lock.acquire(timeout=0.1):
             self._interrupts.deliver()
         self._lock = lock
@@ -298,8 +299,9 @@ def _close_generators(error: BaseException | None) -> None:
     An interrupt between the `__enter__` of a generator's context and its block (`zennit.core.ParamMod` is
     one) leaves the generator to the traceback: it would write to the model when the traceback is forgotten.
     """
-    while error is not None and not isinstance(error, Exception):
-        traceback.clear_frames(error.__traceback__)
+    while error is not None:
+        if not isinstance(error, Exception):
+            traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 

@@ -1,0 +1,93 @@
+"""The paper's plan, from the settings to tables and figures, on a small network of a factory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("captum")
+pytest.importorskip("zennit")
+pytest.importorskip("matplotlib")
+
+from drsa_audit import BenchmarkSettings, Network, run_benchmark
+from drsa_core.evaluation import Preprocessing
+from zennit.composites import EpsilonPlus
+
+from .photos import random_photos
+
+
+def small_network() -> Network:
+    """Outputs stand for the classes 5, 1 and 3."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Conv2d(3, 8, 4, stride=4), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)),
+        )
+    return Network(model, 64, Preprocessing.from_mean_std(0.5, 0.25), "1", EpsilonPlus, (5, 1, 3))
+
+
+@pytest.fixture
+def settings(tmp_path) -> BenchmarkSettings:
+    data = random_photos(tmp_path / "data", ["001_a", "003_b"], 3, 2, 64)
+    return BenchmarkSettings(
+        data=data,
+        out=tmp_path / "out",
+        model=f"{__name__}:small_network",
+        subspaces=2,
+        ks=(2, 4),
+        dims=(1, 2),
+        layers=("3",),
+        seeds=2,
+        samples=2,
+        fill="constant",
+        backend="gxi",
+    )
+
+
+def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> None:
+    said: list[str] = []
+    records = run_benchmark(settings, said.append)
+    # Readings of each class: DRSA, the whole, three single ones, DSA, two of each of two random seeds; K = 4
+    # and another layer with two methods each; four methods at d = 1 and 2; five attributions.
+    assert len(records) == 2 * (2 + 3 + 1 + 4 + 2 + 2 + 8 + 5)
+    assert {r["stage"] for r in records} == {"main", "layers", "subspaces", "dims", "attribution"}
+    assert {r["layer"] for r in records if r["stage"] == "layers"} == {"3"}
+    text = (settings.out / "tables.md").read_text()
+    for title in (
+        "Tables 1 and F.1",
+        "Tables 2 and F.2",
+        "Table D.1",
+        "Subspace dimensions",
+        "Layers, K = 2",
+    ):
+        assert title in text
+    assert said[-1].startswith(f"{len(records)} evaluations")
+
+    kept = (settings.out / "tables.json").read_text()
+    again = run_benchmark(settings, lambda line: None)
+    assert again == records
+    assert (settings.out / "tables.json").read_text() == kept
+    with pytest.raises(ValueError, match=r"begun with other settings \(samples: 2 → 3\)"):
+        run_benchmark(replace(settings, samples=3), lambda line: None)
+
+
+def test_time_that_is_over_leaves_what_there_is(settings: BenchmarkSettings) -> None:
+    said: list[str] = []
+    assert run_benchmark(replace(settings, max_minutes=-1.0), said.append) == []
+    assert "out of time; the same command goes on from here" in said
+    some = run_benchmark(replace(settings, methods=("prca",), stages=("main",)), said.append)
+    assert run_benchmark(replace(settings, max_minutes=-1.0), said.append) == some
+
+
+def test_quick_takes_few_images_and_the_main_stage() -> None:
+    settings = BenchmarkSettings(data=Path("a"), out=Path("b"), val_images=1, backend="shapley")
+    quick = settings.quick()
+    assert (quick.train_images, quick.val_images, quick.seeds, quick.samples) == (6, 1, 1, 2)
+    assert quick.stages == ("main",)
+    assert replace(settings, samples=7).quick().samples == 7
+    assert replace(settings, backend="ig").quick().samples is None

@@ -1,0 +1,415 @@
+"""The guard: whatever was done to a model is undone, and Ctrl-C is neither lost nor delivered twice."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from captum.attr import LRP, InputXGradient
+from drsa_core.layer import Guard, guarded, uninterrupted
+from torch import nn
+from zennit.attribution import Gradient
+from zennit.composites import EpsilonPlus
+
+from captum_drsa import DisentangledAttribution
+from tests.captum_adapter.networks import subspaces
+from tests.model_state import model_state
+from zennit_drsa import DisentangledAttributor
+
+
+class Empty(nn.Module):
+    """A model that is false as a truth value."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def __len__(self) -> int:
+        return 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].register_forward_hook(lambda *_: None)
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+def parameters_replaced(model: Any) -> None:
+    model[0].weight.data = model[0].weight.data * 2
+    model[0].bias = nn.Parameter(torch.zeros(6))
+    model[3].weight.data = model[3].weight.data[:1]
+    del model[3].bias
+
+
+def buffers_written(model: Any) -> None:
+    model[1].running_mean.add_(1)
+    model[1].running_var.data = torch.zeros(6)
+    model[1].num_batches_tracked = torch.tensor(7)
+    model[1].register_buffer("more", torch.ones(2))
+
+
+def hooks_changed(model: Any) -> None:
+    first = next(iter(model[0]._forward_hooks))
+    removed = model[0]._forward_hooks.pop(first)
+    model[0].register_forward_hook(lambda *_: None, prepend=True)
+    model[0]._forward_hooks[first] = removed  # there again, but at the end
+    model[2].register_forward_pre_hook(lambda *_: None)
+    model.register_full_backward_hook(lambda *_: None)
+
+
+def children_changed(model: Any) -> None:
+    model[0].child = nn.Linear(2, 2)
+    model.append(nn.ReLU())
+    model[1] = nn.Identity()
+
+
+def attributes_changed(model: Any) -> None:
+    model[0].forward = lambda x: x
+    model[2].inplace = True
+    model[3].rule = object()
+
+
+def flags_changed(model: Any) -> None:
+    model.train()
+    model[2].eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+CHANGES = (
+    parameters_replaced,
+    buffers_written,
+    hooks_changed,
+    children_changed,
+    attributes_changed,
+    flags_changed,
+)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_undone(change, error):
+    model = network()
+    before = model_state(model)
+
+    def work() -> str:
+        change(model)
+        assert model_state(model) != before
+        if error is not None:
+            raise error
+        return "done"
+
+    if error is None:
+        assert guarded(model, work) == "done"
+    else:
+        with pytest.raises(error):
+            guarded(model, work)
+    assert model_state(model) == before
+
+
+def test_values_in_another_order_at_the_same_address():
+    model = nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+
+    def transpose() -> None:
+        model.weight.data = model.weight.data.t()
+
+    guarded(model, transpose)
+    assert torch.equal(model.weight, before)
+
+
+def test_nested_guards_restore_to_their_own_beginning():
+    model = network()
+    before = model_state(model)
+
+    def outer() -> None:
+        parameters_replaced(model)
+        between = model_state(model)
+        with pytest.raises(ValueError, match="inner"):
+            guarded(model, inner)
+        assert model_state(model) == between
+
+    def inner() -> None:
+        hooks_changed(model)
+        flags_changed(model)
+        raise ValueError("inner")
+
+    guarded(model, outer)
+    assert model_state(model) == before
+
+
+def test_settings_of_pytorch():
+    model = network()
+    torch.backends.mha.set_fastpath_enabled(True)
+    with torch.inference_mode():
+        assert not guarded(model, torch.is_inference_mode_enabled)
+        assert torch.is_inference_mode_enabled()
+    assert not guarded(model, torch.backends.mha.get_fastpath_enabled)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_other_objects_are_kept():
+    rule = type("Rule", (), {})()
+    rule.kept = 1
+
+    def work() -> None:
+        rule.kept, rule.added = 2, 3
+
+    guarded(network(), work, [rule])
+    assert vars(rule) == {"kept": 1}
+
+
+def test_compiled_models_run_eagerly_inside():
+    model: Any = network()
+    model.compile(backend="eager")
+    before = model_state(model)
+    x, seen = torch.rand(2, 4), []
+
+    def work() -> torch.Tensor:
+        model[2].register_forward_hook(lambda *_: seen.append(1))
+        return model(x)
+
+    assert torch.equal(guarded(model, work), network()(x))
+    assert seen == [1]
+    assert model_state(model) == before
+
+
+@pytest.mark.parametrize("method", [InputXGradient, LRP])
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adapters_take_models_that_are_false_or_compiled(method, empty, compiled):
+    body = network()
+    body[1] = nn.Dropout().eval()  # Captum's LRP has no rule for batch norms
+    model = Empty(body) if empty else body
+    explained: Any = torch.compile(model, backend="eager") if compiled else model
+    before = model_state(model)
+    x, target = torch.rand(2, 4), torch.eye(3)[[1, 1]]
+    maps = DisentangledAttribution(method(explained), body[2], subspaces(6)).attribute(x, target=1)
+    assert maps.shape == (2, 3, 4)
+    run = DisentangledAttributor(Gradient(explained, EpsilonPlus()), body[2], subspaces(6))
+    assert run(x, target)[1].shape == (2, 3, 4)
+    assert model_state(model) == before
+
+
+def test_modules_inside_a_closure():
+    """Batch norms in training mode write their statistics; a closure does not show its modules."""
+    model = network().train()
+    before = model_state(model)
+    x = torch.rand(5, 4)
+    with pytest.warns(UserWarning, match="training mode"):
+        guarded(model[2], lambda: model(x), is_whole=False)
+    assert model_state(model) == before
+    da = DisentangledAttribution(InputXGradient(lambda x: model(x)), model[2], subspaces(6))
+    with pytest.warns(UserWarning, match="training mode"):
+        da.attribute(x, target=1)
+    assert model_state(model) == before
+
+
+# ---------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+class Handler:
+    """A user's handler of SIGINT that counts."""
+
+    def __init__(self, raises: bool = True) -> None:
+        self.n, self.raises = 0, raises
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.n += 1
+        if self.raises:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(params=[True, False], ids=["raises", "returns"])
+def handler(request):
+    ours = Handler(request.param)
+    before = signal.signal(signal.SIGINT, ours)
+    yield ours
+    assert signal.getsignal(signal.SIGINT) is ours
+    signal.signal(signal.SIGINT, before)
+
+
+@uninterrupted
+def interrupted_where_it_is_held(handler: Handler) -> str:
+    for _ in range(3):
+        signal.raise_signal(signal.SIGINT)
+    assert handler.n == 0
+    return "finished"
+
+
+def test_a_held_interrupt_is_delivered_once(handler):
+    model, result = network(), []
+    before = model_state(model)
+
+    def work() -> None:
+        parameters_replaced(model)
+        result.append(interrupted_where_it_is_held(handler))
+
+    with suppress(KeyboardInterrupt):
+        guarded(model, work)
+    assert result == ["finished"]
+    assert handler.n == 1
+    assert model_state(model) == before
+
+
+def test_elsewhere_an_interrupt_is_handled_at_once(handler):
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert handler.n == 1
+        assert not handler.raises
+
+    with suppress(KeyboardInterrupt):
+        guarded(network(), work)
+    assert handler.n == 1
+
+
+def test_the_guard_around_does_not_hold_what_an_inner_one_delivers(handler):
+    """Else Ctrl-C would wait for the end of the user's own `with` block."""
+    model, outer = network(), Guard(network())
+    outer.begin()
+    try:
+        with suppress(KeyboardInterrupt):
+            guarded(model, lambda: interrupted_where_it_is_held(handler))
+        assert handler.n == 1
+    finally:
+        outer.end()
+    assert handler.n == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_guards_may_end_in_any_order(handler, first):
+    guards = [Guard(network()), Guard(network())]
+    for guard in guards:
+        guard.begin()
+    guards[first].end()
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert handler.n == 1
+    guards[1 - first].end()
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert handler.n == 2
+
+
+def test_end_may_be_called_at_any_time_and_again(handler):
+    guard = Guard(network())
+    guard.end()
+    guard.begin()
+    assert guard.is_active
+    guard.end()
+    guard.end()
+    assert not guard.is_active
+    assert handler.n == 0
+
+
+@pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
+def test_signals_that_python_does_not_handle_stay_so(ignored):
+    before = signal.signal(signal.SIGINT, ignored)
+    try:
+        guarded(network(), lambda: None)
+        assert signal.getsignal(signal.SIGINT) is ignored
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --------------------------------------------------------------------------------------------------- threads
+
+
+def in_thread(work) -> list[Any]:
+    """What `work` returned or raised in another thread."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    return found
+
+
+def test_other_threads_have_no_signals_to_hold():
+    model = network()
+    before, handler = model_state(model), signal.getsignal(signal.SIGINT)
+    assert in_thread(lambda: guarded(model, lambda: parameters_replaced(model))) == [None]
+    assert model_state(model) == before
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_one_thread_waits_for_the_other():
+    model, events = network(), []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        events.append("first begins")
+        inside.set()
+        assert go_on.wait(30)
+        events.append("first ends")
+
+    threads = [
+        threading.Thread(target=guarded, args=(model, first)),
+        threading.Thread(target=guarded, args=(model, lambda: events.append("second"))),
+    ]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    threads[1].join(0.3)
+    assert threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert events == ["first begins", "first ends", "second"]
+
+
+def test_an_interrupt_ends_the_wait(handler):
+    if not handler.raises:
+        pytest.skip("such a handler ends nothing")
+    model = network()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    other = threading.Thread(target=guarded, args=(model, hold))
+    other.start()
+    assert inside.wait(30)
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        guarded(model, lambda: None)
+    go_on.set()
+    other.join(30)
+    timer.join(30)
+    assert handler.n == 1
+
+
+def test_a_plain_call_in_another_thread_sees_nothing_private():
+    """The hooks of an explanation stop its own forward pass at the layer, not that of another thread."""
+    model, x = network(), torch.rand(2, 4)
+    expected, others = model(x), []
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        others.extend(in_thread(lambda: model(x)))  # while the hooks of the explanation are there
+        return model(input)
+
+    da = DisentangledAttribution(
+        InputXGradient(forward), model[2], subspaces(6), context_method="integrated_gradients"
+    )
+    da.attribute(x, target=1)
+    assert len(others) > 1
+    for other in others:
+        assert torch.equal(other, expected)
