@@ -18,9 +18,10 @@ from zennit.torchvision import ResNetCanonizer
 
 from tests.model_state import model_state
 from tests.timm_models.zoo import HIGH, LOW, MEAN, STD, nfnet
-from tests.zennit_adapter.models import randomise_batch_norm
+from tests.zennit_adapter.models import randomise_batch_norm, subspaces
 from zennit_drsa import (
     ConvNetGamma,
+    DisentangledAttributor,
     NFNetGamma,
     TimmCanonizer,
     VGGGamma,
@@ -239,3 +240,12 @@ def test_the_description_of_the_rules_does_not_change_by_using_them(composite):
         x = pixels(8).requires_grad_()
         model(x).sum().backward()
         assert describe_rules(model) == before
+
+
+def test_maps_by_concept_add_up():
+    model, x = small_resnet(), pixels()
+    composite = ConvNetGamma(0.25, **CHANNELS, layer="layer3")
+    whole = Gradient(model, composite)(x, lambda y: y.detach())[1]
+    attributor = DisentangledAttributor(Gradient(model, composite), "layer3", subspaces(256))
+    maps = attributor(x, lambda y: y.detach())[1]
+    torch.testing.assert_close(maps.sum(1), whole)
