@@ -13,8 +13,8 @@ from zennit.core import Hook
 from zennit.rules import Epsilon, Gamma, Pass, ZBox
 
 from tests.model_state import model_state
-from tests.zennit_adapter.models import torchvision_model
-from zennit_drsa import VGGGamma
+from tests.zennit_adapter.models import subspaces, torchvision_model
+from zennit_drsa import DisentangledAttributor, VGGGamma
 from zennit_drsa.rules import PixelBox, PositiveGamma, ZeroRule
 
 
@@ -173,6 +173,11 @@ def test_networks_of_another_family_are_refused(model):
     assert not VGGGamma.suits(network)
     with pytest.raises(ValueError, match=r"VGGGamma is for VGG .*doctor"):
         Gradient(network, VGGGamma())(torch.rand(1, 3, 32, 32), torch.ones(1, 2))
+    assert model_state(network) == before
+    first = next(name for name, module in network.named_modules() if isinstance(module, nn.Conv2d))
+    wrapped = DisentangledAttributor(Gradient(network, VGGGamma()), first, subspaces(64))
+    with pytest.raises(ValueError, match=r"VGGGamma is for VGG .*doctor"):
+        wrapped(torch.rand(1, 3, 32, 32), torch.ones(1, 2))
     assert model_state(network) == before
 
 
