@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from drsa_core import PRCA
 from drsa_core.pairs import normalise
-from drsa_core.solvers.drsa import block_sizes, random_orthogonal
+from drsa_core.solvers.drsa import block_sizes
 from drsa_core.solvers.objective import Objective
 from drsa_core.solvers.paper_loop import Result, gradient_ascent
 from drsa_core.solvers.quasi_newton import quasi_newton
+from drsa_core.solvers.search import random_orthogonal
 from torch import Tensor
 
 

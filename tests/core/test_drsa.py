@@ -12,16 +12,9 @@ import torch
 from drsa_core import DRSA, DSA, ConvergenceWarning
 from drsa_core.pairs import normalise
 from drsa_core.solvers.drsa import SOLVERS
-from drsa_core.solvers.objective import Objective, generalised_mean
+from drsa_core.solvers.objective import Objective, generalised_mean, rotate_columns
 from drsa_core.solvers.paper_loop import Result
-from drsa_core.solvers.quasi_newton import (
-    curvature,
-    inner_rotations,
-    quasi_newton,
-    rotate,
-    rotate_columns,
-    turn,
-)
+from drsa_core.solvers.quasi_newton import Preconditioner, quasi_newton, rotate, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ortho_group
@@ -87,18 +80,18 @@ def test_curvature_is_the_second_derivative() -> None:
     def fixed(turned: torch.Tensor) -> float:
         return float((at.factors / 2 * objective.evaluate(turned).relevance.square()).sum())
 
-    result = curvature(objective, at)
-    floor = result.min()
+    curvature = objective.curvature(at)
+    frame = rotate_columns(basis, curvature.rotations)
     checked = 0
     for here in objective.columns:
         for i, j in itertools.product(range(here.start, here.stop), range(here.stop, 5)):
             lower = torch.zeros(5, 5, dtype=torch.float64)
             lower[j, i] = 1e-4
-            values = [fixed(basis @ torch.matrix_exp(s * (lower - lower.T))) for s in (-1.0, 1.0, 0.0)]
+            values = [fixed(frame @ torch.matrix_exp(s * (lower - lower.T))) for s in (-1.0, 1.0, 0.0)]
             second = -(values[0] + values[1] - 2 * values[2]) / 1e-8
-            # rel 1e-5: the quotient's own error; directions that are not concave get the floor.
-            assert result[j, i].item() == pytest.approx(max(second, float(floor)), rel=1e-5)
-            checked += bool(second > floor)
+            # The quotient's own error: it rounds at 1e-16 / 1e-8.
+            assert curvature.diagonal[j, i].item() == pytest.approx(second, rel=1e-5, abs=1e-6)
+            checked += bool(second > 0)
     assert checked >= 1
 
 
@@ -124,11 +117,34 @@ def test_inner_rotations_leave_the_objective_and_follow_the_gradient() -> None:
     objective = Objective(a, c, (2, 3), 0.5)  # one column is residual
     basis = torch.as_tensor(ortho_group.rvs(6, random_state=0))
     at = objective.evaluate(basis)
-    rotations = inner_rotations(objective, at)
+    rotations = objective.inner_rotations(at)
     there = objective.evaluate(rotate_columns(basis, rotations))
     assert there.value == pytest.approx(at.value, rel=1e-12)
     gradient = rotate(objective.tangent_gradient(at), rotations)
     torch.testing.assert_close(objective.tangent_gradient(there), gradient)
+
+
+def test_the_preconditioner_divides_in_its_frame() -> None:
+    a, c = sample_pairs_of(50, 6)
+    objective = Objective(a, c, (2, 3), 0.5)
+    at = objective.evaluate(torch.as_tensor(ortho_group.rvs(6, random_state=0)))
+    curvature, gradient = objective.curvature(at), objective.tangent_gradient(at)
+    precondition = Preconditioner(curvature)
+    frame = torch.block_diag(*curvature.rotations)
+    expected = frame @ ((frame.T @ gradient @ frame) / precondition.diagonal) @ frame.T
+    torch.testing.assert_close(precondition(gradient), expected)
+    assert (precondition.diagonal > 0).all()  # also where the objective is not concave
+    assert (precondition.diagonal >= curvature.diagonal).all()
+
+
+@pytest.mark.parametrize("dims", [(1,) * 12, (2,) * 7, (3, 1, 1, 1, 1, 1, 1, 1, 2)])
+def test_whole_products_for_many_blocks(dims: tuple[int, ...], monkeypatch) -> None:
+    a, c = sample_pairs_of(40, 14)
+    objective = Objective(a, c, dims, 0.5)
+    at = objective.evaluate(torch.as_tensor(ortho_group.rvs(14, random_state=0)))
+    whole = objective.tangent_gradient(at)
+    monkeypatch.setattr("drsa_core.solvers.objective.WHOLE_PRODUCTS", 100)
+    torch.testing.assert_close(whole, objective.tangent_gradient(at), rtol=1e-10, atol=1e-14)
 
 
 def test_turn_is_orthogonal_and_agrees_with_the_exponential() -> None:
@@ -317,7 +333,7 @@ def test_global_random_state_is_left_alone() -> None:
         ({"n_subspaces": 0}, "n_subspaces must be an integer of at least 1, got 0"),
         ({"dims": [3, 4]}, r"at most D = 6, got \(3, 4\) with sum 7"),
         ({"dims": []}, "dims must add up"),
-        ({"solver": "adam"}, "one of quasi-newton, paper, got 'adam'"),
+        ({"solver": "adam"}, "one of coarse-to-fine, quasi-newton, paper, got 'adam'"),
         ({"q": float("inf")}, "finite number, got inf"),
         ({"n_init": 0}, "n_init must be"),
         ({"max_iter": 0}, "max_iter must be"),

@@ -12,9 +12,10 @@ from ..parameters import Seed, as_int, as_seed
 from ..scaling import feature_relevance, unscaled
 from ..subspaces import RESIDUAL, Subspaces
 from ..validation import ArrayLike, check_nonzero_contexts
-from .drsa import DRSA, block_sizes, random_orthogonal
+from .drsa import DRSA, block_sizes
 from .estimator import Activations, Estimator, with_provenance
 from .prca import PRCA
+from .search import random_orthogonal
 
 
 class PCA(PRCA):

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import torch
-from scipy.stats import ortho_group
 from torch import Tensor
-from tqdm import tqdm
 
 from ..pairs import balanced, normalise
 from ..parameters import Seed, as_float, as_int, as_seed
@@ -22,9 +19,15 @@ from .estimator import Activations, Estimator, with_provenance
 from .objective import Objective
 from .paper_loop import Result, gradient_ascent
 from .quasi_newton import quasi_newton
+from .search import Search, Solve
 
+COARSE_TO_FINE = "coarse-to-fine"
 #: Solvers by name, with their default max_iter and tol; the paper's loop never stops early.
-SOLVERS = {"quasi-newton": (quasi_newton, 500, 3e-6), "paper": (gradient_ascent, 5000, 0.0)}
+SOLVERS: dict[str, tuple[Solve, int, float]] = {
+    COARSE_TO_FINE: (quasi_newton, 500, 3e-6),
+    "quasi-newton": (quasi_newton, 500, 3e-6),
+    "paper": (gradient_ascent, 5000, 0.0),
+}
 
 
 class ConvergenceWarning(UserWarning):
@@ -49,14 +52,6 @@ def block_sizes(n_features: int, n_subspaces: int, dims: Sequence[int] | None) -
     return (small + 1,) * larger + (small,) * (n_subspaces - larger)
 
 
-def random_orthogonal(n_features: int, seed: int | np.random.Generator | None) -> Tensor:
-    """A Haar-distributed orthogonal matrix (D, D) in float64, from SciPy's `ortho_group`."""
-    generator = np.random.default_rng(seed)
-    if n_features == 1:  # ortho_group starts at dimension 2
-        return torch.ones(1, 1, dtype=torch.float64)
-    return torch.as_tensor(ortho_group.rvs(n_features, random_state=generator))
-
-
 class DRSA(Estimator):
     """Disentangled relevant subspace analysis: max_U M^q_k [ M²_n [ R⁺_kn(U) ] ] subject to UᵀU = I.
 
@@ -68,8 +63,9 @@ class DRSA(Estimator):
         Block sizes d_1 … d_K, at most D in all; what they leave over is not scored.
     q : float
         Exponent of the mean over subspaces. 0.5 is a soft minimum: it balances the subspaces.
-    n_init : int
-        Random starts; the run with the highest objective is kept.
+    n_init : int, optional
+        Random starts; the run with the highest objective is kept. Default 8 where they are run in a reduced
+        problem, else 3.
     max_iter : int, optional
         Iterations per run. Default 500, or 5 000 for the paper's loop.
     tol : float, optional
@@ -83,8 +79,10 @@ class DRSA(Estimator):
         How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
         becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `balanced`. 0 is the paper's objective, in which positions
         count by the square of their evidence; with 1 all count the same. See Notes.
-    solver : {"quasi-newton", "paper"}
-        "paper" is gradient ascent with step 1 and symmetric orthogonalisation, kept as the yardstick.
+    solver : {"coarse-to-fine", "quasi-newton", "paper"}
+        "coarse-to-fine" runs all starts in the leading directions of the samples that matter, and the best
+        of them in full; where that saves nothing (D < 128, say), it is "quasi-newton", which runs every start
+        in full. "paper" is gradient ascent with step 1 and symmetric orthogonalisation, the yardstick.
 
     Attributes
     ----------
@@ -99,7 +97,9 @@ class DRSA(Estimator):
     converged_ : bool
         Whether the kept run met `tol` within `max_iter`.
     results_ : list of Result
-        All runs; `results_[i].reason` says why it stopped.
+        All runs in full; `results_[i].reason` says why it stopped.
+    reduced_results_ : list of Result
+        All runs in the reduced problem; none if there was no reduced problem.
 
     Notes
     -----
@@ -119,12 +119,12 @@ class DRSA(Estimator):
         n_subspaces: int = 4,
         dims: Sequence[int] | None = None,
         q: float = 0.5,
-        n_init: int = 3,
+        n_init: int | None = None,
         max_iter: int | None = None,
         tol: float | None = None,
         random_state: Seed = None,
         progress: bool = False,
-        solver: str = "quasi-newton",
+        solver: str = COARSE_TO_FINE,
         balance: float = 0.0,
     ) -> None:
         self.n_subspaces = n_subspaces
@@ -141,7 +141,7 @@ class DRSA(Estimator):
     def fit(self, a: Activations, c: ArrayLike | None = None, init: ArrayLike | None = None) -> Self:
         """Fit from activations and contexts of shape (N, D), or from `Pairs` alone.
 
-        `init` (D, D) is an orthogonal start to use instead of the `n_init` random ones.
+        `init` (D, D) is an orthogonal start to use instead of the `n_init` random ones; it is run in full.
         """
         a, c, provenance = self._pairs(a, c)
         check_nonzero_contexts(c)
@@ -152,37 +152,25 @@ class DRSA(Estimator):
             raise ValueError(
                 f"{len(dims)} subspaces need at least as many samples, got {len(a)}; collect more pairs"
             )
-        solve, max_iter, tol = SOLVERS[self.solver][0], chosen.max_iter, chosen.tol
-
         # Neither the objective nor the order of the blocks depends on the scale of the data.
         a, c = unit_scale(a)[0], unit_scale(c)[0]
         balanced_a, balanced_c = balanced(a, c, chosen.balance)
         objective = Objective(normalise(balanced_a), normalise(balanced_c), dims, chosen.q)
         generator = np.random.default_rng(chosen.seed)
+        search = Search(chosen.max_iter, chosen.tol, generator, type(self).__name__, self.progress)
+        solve = SOLVERS[self.solver][0]
         if init is not None:
-            starts = [_check_start(init, n_features).to(a)]
+            self.results_ = search.from_start(solve, objective, _check_start(init, n_features).to(a))
+        elif self.solver == COARSE_TO_FINE:
+            self.results_ = search.coarse_to_fine(objective, chosen.n_init)
         else:
-            starts = [random_orthogonal(n_features, generator).to(a) for _ in range(chosen.n_init)]
-        self.results_: list[Result] = []
-        for i, start in enumerate(starts):
-            title = f"{type(self).__name__} start {i + 1}/{len(starts)}"
-            with tqdm(total=max_iter, desc=title, disable=not self.progress) as bar:
-
-                def show(value: float, bar: tqdm[Any] = bar) -> None:
-                    bar.update()
-                    bar.set_postfix_str(f"objective {value:.5f}", refresh=False)
-
-                result = solve(objective, _revive(objective, start, generator), max_iter, tol, show)
-                if not objective.evaluate(result.basis).block_means.all():
-                    # A subspace died on the way: give it a second start from where the others are.
-                    start = _revive(objective, result.basis, generator)
-                    result = solve(objective, start, max_iter, tol, show)
-                self.results_.append(result)
+            self.results_ = search.from_random_starts(solve, objective, chosen.n_init)
+        self.reduced_results_ = search.reduced
 
         best = max(self.results_, key=lambda result: result.objective)
-        if not best.converged and tol > 0:
+        if not best.converged and chosen.tol > 0:
             warnings.warn(
-                f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {tol:g}); "
+                f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {chosen.tol:g}); "
                 "raise max_iter, or tol if the objective in history_ is flat enough",
                 ConvergenceWarning,
                 stacklevel=2,
@@ -218,7 +206,7 @@ class DRSA(Estimator):
         _, max_iter, tol = SOLVERS[self.solver]
         return _Parameters(
             q=as_float(self.q, "q"),
-            n_init=as_int(self.n_init, "n_init", 1),
+            n_init=None if self.n_init is None else as_int(self.n_init, "n_init", 1),
             max_iter=max_iter if self.max_iter is None else as_int(self.max_iter, "max_iter", 1),
             tol=tol if self.tol is None else as_float(self.tol, "tol", 0),
             balance=as_float(self.balance, "balance", 0, 1),
@@ -231,7 +219,7 @@ class _Parameters:
     """Parameters of a fit as plain Python numbers, checked and with defaults filled in."""
 
     q: float
-    n_init: int
+    n_init: int | None
     max_iter: int
     tol: float
     balance: float
@@ -245,26 +233,3 @@ def _check_start(init: ArrayLike, n_features: int) -> Tensor:
             f"init must have shape (D, D) = ({n_features}, {n_features}), got {tuple(start.shape)}"
         )
     return Subspaces(start, [n_features]).basis  # complains if it is not orthogonal
-
-
-def _revive(objective: Objective, start: Tensor, generator: np.random.Generator, tries: int = 20) -> Tensor:
-    """A start in which every subspace has positive relevance somewhere: others would get no gradient, ever.
-
-    A dead block is mixed with the strongest one by a random rotation of both.
-    """
-    for _ in range(tries):
-        means = objective.evaluate(start).block_means
-        dead = (means == 0).nonzero().flatten().tolist()
-        if not dead:
-            return start
-        strongest = int(means.argmax()) if len(dead) < len(means) else (dead[0] + 1) % len(means)
-        columns = torch.arange(objective.n_features)
-        mixed = torch.cat([columns[objective.columns[k]] for k in {*dead, strongest}])
-        if len(means) == 1:
-            mixed = columns  # a single block: draw on the residual
-        start = start.clone()
-        start[:, mixed] = start[:, mixed] @ random_orthogonal(len(mixed), generator).to(start)
-    raise ValueError(
-        f"subspaces without positive relevance remain after {tries} random restarts: hardly any sample has "
-        "relevance a·c for the target. Check the target and the sign of the contexts, or use fewer subspaces"
-    )

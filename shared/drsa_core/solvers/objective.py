@@ -1,4 +1,4 @@
-"""The DRSA objective and its derivatives (section 4.2)."""
+"""The DRSA objective and its derivatives (section 4.2): all that touches samples is here."""
 
 from __future__ import annotations
 
@@ -40,6 +40,28 @@ class Evaluation:
         return self.relevance * self.factors
 
 
+#: Samples from which the diagonal of the Hessian is estimated: it takes products of N×D×D.
+CURVATURE_SAMPLES = 2500
+#: From so many blocks on, whole products are faster than those of pairs of blocks.
+WHOLE_PRODUCTS = 8
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Second derivatives of an objective in a frame where they are nearly diagonal.
+
+    Attributes
+    ----------
+    rotations : list of tensor
+        One orthogonal matrix for each block, the residual included: the frame is UQ, Q their block diagonal.
+    diagonal : tensor, shape (D, D)
+        −∂²J/∂L_ji² in that frame, below the block diagonal; of any sign.
+    """
+
+    rotations: list[Tensor]
+    diagonal: Tensor
+
+
 class Objective:
     """J(U) = M^q_k [ M²_n [ max(0, (U_kᵀa_n)ᵀ(U_kᵀc_n)) ] ] over orthogonal U (D, D).
 
@@ -54,33 +76,43 @@ class Objective:
         Block sizes, adding up to at most D.
     q : float
         Exponent of the mean over subspaces.
+    n_total : int, optional
+        What sums over samples are divided by. More than N where others are left out as if they were zero.
     """
 
-    def __init__(self, a: Tensor, c: Tensor, dims: Sequence[int], q: float) -> None:
+    def __init__(
+        self, a: Tensor, c: Tensor, dims: Sequence[int], q: float, n_total: int | None = None
+    ) -> None:
         self.a, self.c = a, c
         self.q = float(q)
         self.n_samples, self.n_features = a.shape
+        self.n_total = self.n_samples if n_total is None else n_total
         self.dims = tuple(dims)
-        residual = self.n_features - sum(self.dims)
         self.n_subspaces = len(self.dims)
-        sizes = (*self.dims, residual) if residual else self.dims
-        stops = torch.tensor(sizes).cumsum(0).tolist()
         #: Columns of U that belong to each block, the residual last if there is one.
-        self.columns = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        self.columns = block_columns(self.dims, self.n_features)
         # (D, K), one where column j belongs to block k: sums over blocks, and spreads over columns.
         self.membership = a.new_zeros(self.n_features, self.n_subspaces)
         for k in range(self.n_subspaces):
             self.membership[self.columns[k], k] = 1
 
+    def of_samples(self, rows: Tensor) -> Objective:
+        """The objective if all other samples were zero."""
+        return Objective(self.a[rows], self.c[rows], self.dims, self.q, self.n_total)
+
+    def in_directions(self, directions: Tensor, dims: Sequence[int]) -> Objective:
+        """The objective in coordinates `directions`ᵀ a, for orthonormal columns (D, r), with other blocks."""
+        return Objective(self.a @ directions, self.c @ directions, dims, self.q, self.n_total)
+
     def evaluate(self, basis: Tensor) -> Evaluation:
         """The objective at U = `basis` (D, D): two products of N×D×D."""
         activations, contexts = self.a @ basis, self.c @ basis
         relevance = ((activations * contexts) @ self.membership).clamp_(min=0)
-        means = relevance.square().mean(0).sqrt()
+        means = (relevance.square().sum(0) / self.n_total).sqrt()
         value, slopes = generalised_mean(means, self.q)
         # A subspace without positive relevance has no gradient.
         alive = means > 0
-        factors = torch.where(alive, slopes / torch.where(alive, means * self.n_samples, 1), 0)
+        factors = torch.where(alive, slopes / torch.where(alive, means * self.n_total, 1), 0)
         return Evaluation(value, means, activations, contexts, relevance, factors)
 
     def gradient(self, at: Evaluation) -> Tensor:
@@ -95,11 +127,18 @@ class Objective:
 
             ∂J/∂L_lk = A_lᵀ diag(W_k − W_l) C_k + C_lᵀ diag(W_k − W_l) A_k,
 
-        with A = aU, C = cU and W = ∂J/∂R. It costs (1 − 1/K)/2 of the products of `gradient`.
+        with A = aU, C = cU and W = ∂J/∂R. It costs (1 − 1/K)/2 of the products of `gradient`. With many
+        blocks the products are too small to be fast: then UᵀG is computed, and L is the lower half of
+        UᵀG − GᵀU.
         """
+        if len(self.columns) >= WHOLE_PRODUCTS:
+            weights = at.weights @ self.membership.T
+            whole = torch.addmm(
+                at.activations.T @ (weights * at.contexts), at.contexts.T, weights * at.activations
+            )
+            return below_blocks(whole - whole.T, self.columns)
         gradient = self.a.new_zeros(self.n_features, self.n_features)
-        # The residual, if there is one, is a block of weight zero.
-        weights = torch.nn.functional.pad(at.weights, (0, len(self.columns) - self.n_subspaces))
+        weights = self._padded(at.weights)
         for k, here in enumerate(self.columns):
             for l, there in enumerate(self.columns[k + 1 :], start=k + 1):  # noqa: E741 (the paper's letter)
                 difference = weights[:, k : k + 1] - weights[:, l : l + 1]
@@ -109,6 +148,98 @@ class Objective:
                     difference * at.activations[:, here],
                 )
         return gradient
+
+    def curvature(self, at: Evaluation) -> Curvature:
+        """Diagonal of the negative Hessian of J in L, in the frame of `inner_rotations`.
+
+        Turning column i of block k towards column j of block l by an angle θ changes R_k by
+        θ (A_iC_j + A_jC_i) + θ² (A_jC_j − A_iC_i) and R_l by the negative of that. Hence, with
+        T_kj = Σ_n W_kn A_nj C_nj and g_kn = ∂²J/∂R_kn² at fixed m,
+
+            −∂²J/∂L_ji² = 2 (T_ki + T_lj − T_kj − T_li) − Σ_n (g_kn + g_ln) (A_niC_nj + A_njC_ni)².
+
+        What the change of m_k adds, products of its first derivatives, is left out. A part of the samples,
+        evenly spread, is enough.
+        """
+        rotations = self.inner_rotations(at)
+        stride = max(1, self.n_samples // CURVATURE_SAMPLES)
+        activations = rotate_columns(at.activations[::stride], rotations)
+        contexts = rotate_columns(at.contexts[::stride], rotations)
+        relevance = at.relevance[::stride]
+        factors = at.factors * (self.n_samples / len(relevance))
+        product = activations * contexts
+        spread = ((relevance * factors).T @ product).T @ self.membership.T  # [j, i] = T_{block of i, j}
+        own = spread.diagonal()
+        result = 2 * (own[:, None] + own[None, :] - spread - spread.T)
+
+        second = ((relevance > 0) * factors) @ self.membership.T
+        a_squared, c_squared = activations.square(), contexts.square()
+        turned = (second * a_squared).T @ c_squared + (second * c_squared).T @ a_squared
+        turned += 2 * (second * product).T @ product
+        result -= turned + turned.T
+        return Curvature(rotations, result)
+
+    def inner_rotations(self, at: Evaluation) -> list[Tensor]:
+        """Rotation inside each block that diagonalises A_kᵀ diag(W_k − mean of the other W) C_k + transpose.
+
+        J does not change under rotations inside a block; these make its Hessian as diagonal as it can be.
+        """
+        weights = at.weights
+        others = (weights.sum(1, keepdim=True) - weights) / max(1, self.n_subspaces - 1)
+        contrast = self._padded(weights - others)
+        rotations = []
+        for k, here in enumerate(self.columns):
+            matrix = at.activations[:, here].T @ (contrast[:, k : k + 1] * at.contexts[:, here])
+            rotations.append(torch.linalg.eigh(matrix + matrix.T).eigenvectors)
+        return rotations
+
+    def shares(self, at: Evaluation) -> Tensor:
+        """What each sample adds to J, shape (N,): J = Σ_n Σ_k W_kn R⁺_kn, since it is homogeneous in R."""
+        return (at.weights * at.relevance).sum(1)
+
+    def linearised(self, at: Evaluation, directions: Tensor) -> Tensor:
+        """S_k = Σ_n W_kn (x_n y_nᵀ + y_n x_nᵀ) in coordinates x = Vᵀa, y = Vᵀc, shape (blocks, r, r).
+
+        With W held constant, J changes by Σ_k tr(Q_kᵀ S_k Q_k) / 2 if V Q_k is added to block k.
+        """
+        x, y = self.a @ directions, self.c @ directions
+        weights = self._padded(at.weights)
+        result = x.new_zeros(len(self.columns), x.shape[1], x.shape[1])
+        for k in range(self.n_subspaces):
+            rows = weights[:, k].nonzero().flatten()
+            matrix = (x[rows] * weights[rows, k : k + 1]).T @ y[rows]
+            result[k] = matrix + matrix.T
+        return result
+
+    def _padded(self, weights: Tensor) -> Tensor:
+        """Weights (N, K) with a column of zeros for the residual, if there is one."""
+        return torch.nn.functional.pad(weights, (0, len(self.columns) - self.n_subspaces))
+
+
+def block_columns(dims: Sequence[int], n_features: int) -> list[slice]:
+    """Columns of each block, and of the residual, if there is one, as the last."""
+    residual = n_features - sum(dims)
+    sizes = (*dims, residual) if residual else tuple(dims)
+    stops = torch.tensor(sizes).cumsum(0).tolist()
+    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+def missing_columns(columns: list[slice], parts: list[Tensor]) -> list[int]:
+    """How many columns each part (D, ·) lacks to fill its block."""
+    return [here.stop - here.start - part.shape[1] for here, part in zip(columns, parts, strict=True)]
+
+
+def below_blocks(matrix: Tensor, columns: list[slice]) -> Tensor:
+    """A matrix (D, D), in place, with zeros on and above the block diagonal."""
+    for here in columns:
+        matrix[: here.stop, here] = 0
+    return matrix
+
+
+def rotate_columns(matrix: Tensor, rotations: list[Tensor]) -> Tensor:
+    """`matrix` @ Q for a block-diagonal Q, given by its blocks."""
+    parts = matrix.split([len(rotation) for rotation in rotations], dim=1)
+    return torch.cat([part @ rotation for part, rotation in zip(parts, rotations, strict=True)], dim=1)
 
 
 def generalised_mean(values: Tensor, q: float) -> tuple[float, Tensor]:

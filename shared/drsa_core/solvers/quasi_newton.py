@@ -4,10 +4,12 @@ The unknown at U is L, zero on and above the block diagonal, and the trial point
 these left-trivialised coordinates, steps and gradients of different iterations are compared as they are.
 Three things make it faster than plain L-BFGS:
 
-* The preconditioner is the diagonal of the Hessian in L, which is known in closed form.
-* J does not change under rotations inside a block. They are chosen so that the Hessian is as diagonal as
-  it can be: each block's own second-order matrix is.
+* The preconditioner is the diagonal of the Hessian in L, which the objective knows in closed form.
+* It is applied in a frame of the objective's choice, rotated inside the blocks so that the Hessian is as
+  diagonal as it can be. Inner products do not see the rotation, so that L-BFGS needs no rotation itself.
 * Only pairs of different blocks enter the gradient, three eighths of the products for four blocks.
+
+The solver sees no samples: `Problem` is all that it asks of an objective.
 
 The first iterations are the paper's own. They decide which of the many local maxima is reached, and long
 first steps lead to worse ones; where the paper's step is itself too long to gain, it is halved.
@@ -16,12 +18,12 @@ first steps lead to worse ones; where the paper's step is itself too long to gai
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from .objective import Evaluation, Objective
+from .objective import Curvature, rotate_columns
 from .paper_loop import Callback, Result, orthogonalise, stalled
 
 #: Iterations with the paper's step before the quasi-Newton ones.
@@ -34,18 +36,48 @@ SMALLEST_FRACTION = 2.0**-10
 MEMORY = 20
 #: Iterations between updates of the preconditioner and of the bases inside the blocks.
 REFRESH = 5
-#: Samples from which the part of the preconditioner is estimated that takes products of N×D×D.
-CURVATURE_SAMPLES = 2500
 #: Smallest curvature, relative to the largest one: directions with less count as flat.
 FLOOR = 1e-3
 #: Largest angle, in radians, by which one step may turn the basis; the first quasi-Newton step is shorter.
 MAX_ANGLE, FIRST_ANGLE = 1.0, 0.1
 
 
+class Point(Protocol):
+    """An objective at one U; what else it holds is the objective's own."""
+
+    @property
+    def value(self) -> float:
+        """J(U)."""
+
+
+At = TypeVar("At", bound=Point)
+
+
+class Problem(Protocol[At]):
+    """What the solver asks of an objective. U is (D, D), and L is zero on and above the block diagonal.
+
+    Where the samples are, on one machine or on many, all or some of them, is the objective's business.
+    """
+
+    def evaluate(self, basis: Tensor) -> At:
+        """The objective at U."""
+
+    def tangent_gradient(self, at: At) -> Tensor:
+        """Gradient of J(U exp(L − Lᵀ)) at L = 0, shape (D, D)."""
+
+    def curvature(self, at: At) -> Curvature:
+        """Diagonal of the negative Hessian in L, and the frame in which it is taken."""
+
+
 def quasi_newton(
-    objective: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback
+    objective: Problem[At],
+    start: Tensor,
+    max_iter: int,
+    tol: float,
+    callback: Callback,
+    warm_up: int = WARM_UP,
 ) -> Result:
-    """Maximise the objective from an orthogonal `start` (D, D)."""
+    """Maximise the objective from an orthogonal `start` (D, D), with `warm_up` iterations of the paper's."""
     basis, at = start, objective.evaluate(start)
     gradient = objective.tangent_gradient(at)
     history = [at.value]
@@ -53,7 +85,7 @@ def quasi_newton(
     since_refresh = 0
     fraction = 1.0  # of the paper's step
     while len(history) <= max_iter:
-        if len(history) <= WARM_UP:
+        if len(history) <= warm_up:
             # To first order the paper's U + ∂J/∂U, orthogonalised, is a turn by half of L − Lᵀ.
             trial_basis = turn(basis, gradient * (fraction / 2))
             there = objective.evaluate(trial_basis)
@@ -64,16 +96,7 @@ def quasi_newton(
             gradient = objective.tangent_gradient(at)
         else:
             if since_refresh % REFRESH == 0:
-                rotations = inner_rotations(objective, at)
-                basis = rotate_columns(basis, rotations)
-                at = replace(
-                    at,
-                    activations=rotate_columns(at.activations, rotations),
-                    contexts=rotate_columns(at.contexts, rotations),
-                )
-                gradient = rotate(gradient, rotations)
-                memory.rotate(rotations)
-                preconditioner = curvature(objective, at)
+                preconditioner = Preconditioner(objective.curvature(at))
             since_refresh += 1
             step, slope = memory.direction(gradient, preconditioner)
             trial = line_search(objective, basis, at, step, slope)
@@ -88,10 +111,24 @@ def quasi_newton(
         history.append(at.value)
         callback(at.value)
         # Only quasi-Newton iterations tell: the first ones may creep, or go to and fro.
-        if stalled(history[WARM_UP:], tol):
+        if stalled(history[warm_up:], tol):
             reason = f"the gain per iteration fell below tol = {tol:g}"
             return Result(orthogonalise(basis), history, True, reason)
     return Result(orthogonalise(basis), history, False, f"max_iter = {max_iter} was reached")
+
+
+class Preconditioner:
+    """Division by the curvature, made positive, in the frame in which it is diagonal."""
+
+    def __init__(self, curvature: Curvature) -> None:
+        self.rotations = curvature.rotations
+        self.back = [rotation.T for rotation in curvature.rotations]
+        largest = float(curvature.diagonal.abs().max())
+        self.diagonal = curvature.diagonal.clamp(min=FLOOR * largest if largest > 0 else 1.0)
+
+    def __call__(self, lower: Tensor) -> Tensor:
+        """H⁻¹ L, shape (D, D)."""
+        return rotate(rotate(lower, self.rotations) / self.diagonal, self.back)
 
 
 class Memory:
@@ -107,21 +144,16 @@ class Memory:
         if product > 1e-10 * float(decrease.square().sum()):
             self.pairs.append((step, decrease, 1 / product))
 
-    def rotate(self, rotations: list[Tensor]) -> None:
-        """Express everything in new bases inside the blocks."""
-        for i, (step, decrease, inverse) in enumerate(self.pairs):
-            self.pairs[i] = rotate(step, rotations), rotate(decrease, rotations), inverse
-
-    def direction(self, gradient: Tensor, preconditioner: Tensor) -> tuple[Tensor, float]:
+    def direction(self, gradient: Tensor, preconditioner: Preconditioner) -> tuple[Tensor, float]:
         """Ascent direction L and the slope of J along it."""
         direction, coefficients = gradient.clone(), []
         for step, decrease, inverse in reversed(self.pairs):
             coefficients.append(float((step * direction).sum()) * inverse)
             direction.sub_(decrease, alpha=coefficients[-1])
-        direction /= preconditioner
+        direction = preconditioner(direction)
         if self.pairs:
             _, decrease, inverse = self.pairs[-1]
-            direction /= inverse * float((decrease.square() / preconditioner).sum())
+            direction /= inverse * float((decrease * preconditioner(decrease)).sum())
         for (step, decrease, inverse), coefficient in zip(self.pairs, reversed(coefficients), strict=True):
             direction.add_(step, alpha=coefficient - float((decrease * direction).sum()) * inverse)
         slope = float((gradient * direction).sum())
@@ -134,8 +166,8 @@ class Memory:
 
 
 def line_search(
-    objective: Objective, basis: Tensor, at: Evaluation, step: Tensor, slope: float
-) -> tuple[float, Tensor, Evaluation] | None:
+    objective: Problem[At], basis: Tensor, at: At, step: Tensor, slope: float
+) -> tuple[float, Tensor, At] | None:
     """Backtrack from the full step until J gains enough (Armijo); None if no length does."""
     length = 1.0
     for _ in range(15):
@@ -147,53 +179,6 @@ def line_search(
         gained, hoped = there.value - at.value, length * slope
         length *= min(max(hoped / (2 * (hoped - gained)), 0.1), 0.5) if hoped > gained else 0.5
     return None
-
-
-def curvature(objective: Objective, at: Evaluation) -> Tensor:
-    """Diagonal of the negative Hessian of J in L, made positive, shape (D, D).
-
-    Turning column i of block k towards column j of block l by an angle θ changes R_k by
-    θ (A_iC_j + A_jC_i) + θ² (A_jC_j − A_iC_i) and R_l by the negative of that. Hence, with
-    T_kj = Σ_n W_kn A_nj C_nj and g_kn = ∂²J/∂R_kn² at fixed m,
-
-        −∂²J/∂L_ji² = 2 (T_ki + T_lj − T_kj − T_li) − Σ_n (g_kn + g_ln) (A_niC_nj + A_njC_ni)².
-
-    What the change of m_k adds, products of its first derivatives, is left out.
-    """
-    n, membership = objective.n_samples, objective.membership
-    activations, contexts = at.activations, at.contexts
-    spread = (at.weights.T @ (activations * contexts)).T @ membership.T  # [j, i] = T_{block of i, j}
-    own = spread.diagonal()
-    result = 2 * (own[:, None] + own[None, :] - spread - spread.T)
-
-    # The second term takes products of N×D×D: a part of the samples, evenly spread, is enough.
-    stride = max(1, n // CURVATURE_SAMPLES)
-    activations, contexts = activations[::stride], contexts[::stride]
-    second = ((at.relevance[::stride] > 0) * (at.factors * n / len(activations))) @ membership.T
-    a_squared, c_squared, product = activations.square(), contexts.square(), activations * contexts
-    turned = (second * a_squared).T @ c_squared + (second * c_squared).T @ a_squared
-    turned += 2 * (second * product).T @ product
-    result -= turned + turned.T
-    largest = float(result.abs().max())
-    return result.clamp_(min=FLOOR * largest if largest > 0 else 1.0)
-
-
-def inner_rotations(objective: Objective, at: Evaluation) -> list[Tensor]:
-    """Rotation inside each block that diagonalises A_kᵀ diag(W_k − mean of the other W) C_k + transpose."""
-    weights = at.weights
-    others = (weights.sum(1, keepdim=True) - weights) / max(1, objective.n_subspaces - 1)
-    contrast = torch.nn.functional.pad(weights - others, (0, len(objective.columns) - objective.n_subspaces))
-    rotations = []
-    for k, here in enumerate(objective.columns):
-        matrix = at.activations[:, here].T @ (contrast[:, k : k + 1] * at.contexts[:, here])
-        rotations.append(torch.linalg.eigh(matrix + matrix.T).eigenvectors)
-    return rotations
-
-
-def rotate_columns(matrix: Tensor, rotations: list[Tensor]) -> Tensor:
-    """`matrix` @ Q for a block-diagonal Q, given by its blocks."""
-    parts = matrix.split([len(rotation) for rotation in rotations], dim=1)
-    return torch.cat([part @ rotation for part, rotation in zip(parts, rotations, strict=True)], dim=1)
 
 
 def rotate(lower: Tensor, rotations: list[Tensor]) -> Tensor:
@@ -212,7 +197,7 @@ def turn(basis: Tensor, lower: Tensor) -> Tensor:
     return 1.5 * turned - 0.5 * turned @ (turned.T @ turned)
 
 
-def largest_angle(lower: Tensor, iterations: int = 8) -> float:
+def largest_angle(lower: Tensor, iterations: int = 16) -> float:
     """Spectral norm of L − Lᵀ by power iteration: the largest angle of the turn, from below."""
     skew = lower - lower.T
     vector = skew[:, skew.square().sum(0).argmax()]

@@ -1,0 +1,128 @@
+"""Coarse to fine: the reduced problem in which starts are cheap, and the way back to the full one.
+
+J is a mean of squares of relevances, so that few samples make up nearly all of it, and these lie mostly in
+few directions. The reduced problem has only those samples and directions. Its solution is lifted by sharing
+out the other directions among the blocks, then finished: first on the samples that matter, then on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .complement import share_out
+from .objective import Objective, block_columns, missing_columns
+from .paper_loop import Callback, Result
+from .quasi_newton import quasi_newton
+
+#: Part of the weighted energy that the leading directions hold, and of Σ_n R_n² that the samples hold.
+ENERGY, EVIDENCE = 0.85, 0.97
+#: Fewest directions, in all and for each block, and fewest samples for each direction.
+FEWEST_DIRECTIONS, DIRECTIONS_PER_BLOCK, SAMPLES_PER_DIRECTION = 64, 8, 16
+#: Iterations of the paper's from each reduced start, and the tolerance: enough to tell the best start.
+COARSE_WARM_UP, COARSE_TOL = 20, 1e-3
+#: Part of J that the samples hold on which a lifted start is improved first, and how far.
+SHARE, SHARE_MAX_ITER, SHARE_TOL = 0.98, 30, 3e-4
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A problem in the r leading directions, for the samples that matter.
+
+    Attributes
+    ----------
+    objective : Objective
+        The reduced problem, with r features and smaller blocks.
+    directions : tensor, shape (D, D)
+        Orthonormal columns; the first r are the features of the reduced problem.
+    samples : tensor of int
+        The samples it has.
+    """
+
+    objective: Objective
+    directions: Tensor
+    samples: Tensor
+
+    def lift(self, basis: Tensor, full: Objective) -> Tensor:
+        """A basis (D, D) of the full problem that holds each block of a reduced one (r, r)."""
+        r, dims = self.objective.n_features, self.objective.dims
+        leading, others = self.directions[:, :r] @ basis, self.directions[:, r:]
+        inside = [leading[:, here] for here in block_columns(dims, r)]
+        if len(inside) < len(full.columns):
+            inside.append(leading[:, :0])  # only the full problem has a residual
+        sizes = missing_columns(full.columns, inside)
+        outside = list(others.split(sizes, dim=1))
+
+        def joined() -> Tensor:
+            return torch.cat([column for pair in zip(inside, outside, strict=True) for column in pair], dim=1)
+
+        if max(sizes) < others.shape[1]:  # else all of them go to one block
+            some = full.of_samples(self.samples)
+            turned = others @ share_out(some.linearised(some.evaluate(joined()), others), sizes)
+            outside = list(turned.split(sizes, dim=1))
+        return joined()
+
+
+def reduce_problem(full: Objective) -> Reduction | None:
+    """The reduced problem, or None where it would have more than half of the directions.
+
+    Samples are weighted by the square of their positive relevance max(0, a·c), which is what each adds to
+    J² for a single subspace. Directions are the leading eigenvectors of E[w aaᵀ]/E[w ‖a‖²] + the same for c.
+    """
+    relevance = (full.a * full.c).sum(1).clamp_(min=0)
+    weights = relevance.double().square()
+    if not weights.any():
+        return None
+    weights = (weights / weights.sum()).to(relevance)
+    moments = [((x * weights[:, None]).T @ x).double() for x in (full.a, full.c)]
+    energy = moments[0] / moments[0].trace() + moments[1] / moments[1].trace()
+    values, vectors = torch.linalg.eigh(energy)
+    values, vectors = values.flip(0).clamp_(min=0), vectors.flip(1)
+    by_energy = int((values.cumsum(0) < ENERGY * values.sum()).sum()) + 1
+    n_directions = max(by_energy, FEWEST_DIRECTIONS, DIRECTIONS_PER_BLOCK * full.n_subspaces)
+    if n_directions > full.n_features // 2:
+        return None
+    samples = leading_samples(weights, EVIDENCE, SAMPLES_PER_DIRECTION * n_directions)
+    directions = vectors.to(full.a)
+    dims = reduced_dims(full.dims, n_directions)
+    reduced = full.of_samples(samples).in_directions(directions[:, :n_directions], dims)
+    return Reduction(reduced, directions, samples)
+
+
+def reduced_dims(dims: Sequence[int], n_directions: int) -> tuple[int, ...]:
+    """Block sizes in r directions: the same if there is room, else in proportion, adding up to r."""
+    total = sum(dims)
+    if total <= n_directions:
+        return tuple(dims)
+    exact = [n_directions * d / total for d in dims]
+    sizes = [max(1, int(size)) for size in exact]
+    while sum(sizes) != n_directions:  # those furthest from their share first, ties in order
+        sign = 1 if sum(sizes) < n_directions else -1
+        behind = [
+            sign * (size - want) if size + sign >= 1 else float("inf")
+            for size, want in zip(sizes, exact, strict=True)
+        ]
+        sizes[behind.index(min(behind))] += sign
+    return tuple(sizes)
+
+
+def leading_samples(weights: Tensor, part: float, fewest: int) -> Tensor:
+    """Indices, ascending, of the largest weights (N,) that hold `part` of their sum, at least `fewest`."""
+    ordered, order = weights.double().sort(descending=True, stable=True)
+    count = int((ordered.cumsum(0) < part * ordered.sum()).sum()) + 1
+    return order[: max(count, fewest)].sort().values
+
+
+def finish(full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
+    """Maximise the full objective from a lifted start; what is returned is never below the start."""
+    at = full.evaluate(start)
+    samples = leading_samples(full.shares(at), SHARE, 2 * full.n_features)
+    if len(samples) <= full.n_samples // 2:
+        some = full.of_samples(samples)
+        better = quasi_newton(some, start, SHARE_MAX_ITER, SHARE_TOL, lambda _: None, warm_up=0).basis
+        if full.evaluate(better).value > at.value:
+            start = better
+    return quasi_newton(full, start, max_iter, tol, callback, warm_up=0)

@@ -1,0 +1,147 @@
+"""Starts of DRSA and how the solvers are run from them: in full, or coarse to fine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import ortho_group
+from torch import Tensor
+from tqdm import tqdm
+
+from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, finish, reduce_problem
+from .objective import Objective
+from .paper_loop import Callback, Result
+from .quasi_newton import quasi_newton
+from .span import reduce_to_span
+
+#: A solver from one start: objective, start, max_iter, tol and callback in, result out.
+Solve = Callable[[Objective, Tensor, int, float, Callback], Result]
+
+#: Starts by default: reduced ones are cheap.
+STARTS, REDUCED_STARTS = 3, 8
+
+
+class DeadSubspaceError(ValueError):
+    """A subspace without positive relevance could not be revived."""
+
+
+def random_orthogonal(n_features: int, seed: int | np.random.Generator | None) -> Tensor:
+    """A Haar-distributed orthogonal matrix (D, D) in float64, from SciPy's `ortho_group`."""
+    generator = np.random.default_rng(seed)
+    if n_features == 1:  # ortho_group starts at dimension 2
+        return torch.ones(1, 1, dtype=torch.float64)
+    return torch.as_tensor(ortho_group.rvs(n_features, random_state=generator))
+
+
+def revive(objective: Objective, start: Tensor, generator: np.random.Generator, tries: int = 20) -> Tensor:
+    """A start in which every subspace has positive relevance somewhere: others would get no gradient, ever.
+
+    A dead block is mixed with the strongest one by a random rotation of both.
+    """
+    for _ in range(tries):
+        means = objective.evaluate(start).block_means
+        dead = (means == 0).nonzero().flatten().tolist()
+        if not dead:
+            return start
+        strongest = int(means.argmax()) if len(dead) < len(means) else (dead[0] + 1) % len(means)
+        columns = torch.arange(objective.n_features)
+        mixed = torch.cat([columns[objective.columns[k]] for k in {*dead, strongest}])
+        if len(means) == 1:
+            mixed = columns  # a single block: draw on the residual
+        start = start.clone()
+        start[:, mixed] = start[:, mixed] @ random_orthogonal(len(mixed), generator).to(start)
+    raise DeadSubspaceError(
+        f"subspaces without positive relevance remain after {tries} random restarts: hardly any sample has "
+        "relevance a·c for the target. Check the target and the sign of the contexts, or use fewer subspaces"
+    )
+
+
+@dataclass
+class Search:
+    """Runs from starts, with one budget, one generator and one way of showing progress.
+
+    Attributes
+    ----------
+    max_iter, tol
+        Of each run.
+    generator : numpy Generator
+        Where starts come from.
+    name : str
+        Shown before the progress bar.
+    progress : bool
+        Whether there is one.
+    reduced : list of Result
+        Runs in a reduced problem, if there were any.
+    """
+
+    max_iter: int
+    tol: float
+    generator: np.random.Generator
+    name: str
+    progress: bool
+    reduced: list[Result] = field(default_factory=list)
+
+    def from_start(self, solve: Solve, objective: Objective, start: Tensor) -> list[Result]:
+        """One run from a given start."""
+        return [self._run(solve, objective, start, "start 1/1", self.tol)]
+
+    def from_random_starts(self, solve: Solve, objective: Objective, n_starts: int | None) -> list[Result]:
+        """One run from each random start."""
+        return self._runs(solve, objective, STARTS if n_starts is None else n_starts, self.tol)
+
+    def coarse_to_fine(self, objective: Objective, n_starts: int | None) -> list[Result]:
+        """Starts in the reduced problem, of which the best is finished; without one, each start in full.
+
+        Where the pairs span so little that nothing is lost by it, all of this happens in fewer dimensions.
+        """
+        span = reduce_to_span(objective)
+        if span is not None:
+            objective = span.objective
+        reduction = reduce_problem(objective)
+        results: list[Result] | None = None
+        if reduction is not None:
+            try:
+                results = self._best_of_reduced(objective, reduction, n_starts)
+            except DeadSubspaceError:
+                self.reduced = []  # the relevance lies elsewhere: start in full
+        if results is None:
+            results = self.from_random_starts(quasi_newton, objective, n_starts)
+        return results if span is None else [span.expand_result(result) for result in results]
+
+    def _best_of_reduced(
+        self, objective: Objective, reduction: Reduction, n_starts: int | None
+    ) -> list[Result]:
+        def rough(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
+            return quasi_newton(problem, start, max_iter, tol, callback, COARSE_WARM_UP)
+
+        n_starts = REDUCED_STARTS if n_starts is None else n_starts
+        self.reduced = self._runs(rough, reduction.objective, n_starts, max(self.tol, COARSE_TOL))
+        best = max(self.reduced, key=lambda result: result.objective)
+        start = reduction.lift(best.basis, objective)
+        return [self._run(finish, objective, start, "in full", self.tol)]
+
+    def _runs(self, solve: Solve, objective: Objective, n_starts: int, tol: float) -> list[Result]:
+        size = objective.n_features
+        starts = [random_orthogonal(size, self.generator).to(objective.a) for _ in range(n_starts)]
+        return [
+            self._run(solve, objective, start, f"start {i + 1}/{n_starts}", tol)
+            for i, start in enumerate(starts)
+        ]
+
+    def _run(self, solve: Solve, objective: Objective, start: Tensor, title: str, tol: float) -> Result:
+        with tqdm(total=self.max_iter, desc=f"{self.name} {title}", disable=not self.progress) as bar:
+
+            def show(value: float, bar: tqdm[Any] = bar) -> None:
+                bar.update()
+                bar.set_postfix_str(f"objective {value:.5f}", refresh=False)
+
+            result = solve(objective, revive(objective, start, self.generator), self.max_iter, tol, show)
+            if not objective.evaluate(result.basis).block_means.all():
+                # A subspace died on the way: give it a second start from where the others are.
+                start = revive(objective, result.basis, self.generator)
+                result = solve(objective, start, self.max_iter, tol, show)
+        return result
