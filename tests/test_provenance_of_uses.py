@@ -118,6 +118,24 @@ def test_subspaces_used_as_they_were_learned_are_not(backend, tmp_path) -> None:
             run.attribute(images(), target=torch.tensor([2, 2]))
 
 
+@pytest.mark.parametrize("backend", ["zennit", "captum"])
+def test_subspaces_of_many_classes_serve_each_of_them(backend) -> None:
+    """Learned for the labels of a loader, or for a list of targets."""
+    model, labels = network(), torch.tensor([1, 3])
+    for target in ("label", [1, 3], labels):
+        run: Any = (
+            DisentangledAttributor(Gradient(model), "1")
+            if backend == "zennit"
+            else DisentangledAttribution(InputXGradient(model), "1")
+        )
+        run.fit([(images(), labels)], target, solver=SOLVER, random_state=0)
+        run.strict = True
+        assert run.explain(images(), 3).maps.shape == (2, 2, 3, 8, 8)
+        if not isinstance(target, str):
+            with pytest.raises(ValueError, match=r"target: \[1, 3\] there, 2 here"):
+                run.explain(images(), 2)
+
+
 def test_both_adapters_collect_the_same_pairs() -> None:
     """Gradient × Input: the same contexts, and positions by seed and image alone."""
     model = network()

@@ -15,11 +15,8 @@ from .pair_store import PairStore
 from .pairs import Pairs, sample_pairs
 from .parameters import as_int, as_seed
 from .provenance import Provenance, describe_target, target_order
-from .target import Target, check_length, targets_of_batch
+from .target import LABEL, Target, check_length, targets_of_batch
 from .validation import as_float_tensor
-
-# The target that stands for the second entry of every batch, as data sets with labels give it.
-LABEL = "label"
 
 
 def collect_pairs(

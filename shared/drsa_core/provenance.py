@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .fingerprint import function_digest, model_fingerprint
+from .target import LABEL
 
 __all__ = [
     "COLLECTION",
@@ -118,7 +119,8 @@ class Provenance:
             unknown = mine is None or theirs is None
             if mine == theirs or (name == "model" and unknown):
                 continue
-            if name == "target" and not exact and (unknown or _is_part(theirs, mine)):
+            # Which labels a loader gave is not kept: "label" stands for any of them.
+            if name == "target" and not exact and (unknown or mine == LABEL or _is_part(theirs, mine)):
                 continue
             lines.append(f"{name}: {_shown(name, mine)} there, {_shown(name, theirs)} here")
         return lines

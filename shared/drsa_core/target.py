@@ -15,6 +15,10 @@ Target: TypeAlias = (
 )
 
 
+# The target that stands for the second entry of every batch, as data sets with labels give it.
+LABEL = "label"
+
+
 def select_scores(output: object, target: Target, n_examples: int | None = None) -> Tensor:
     """The explained score y of each row of a model's output, shape (n,).
 

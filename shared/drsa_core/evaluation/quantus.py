@@ -42,9 +42,8 @@ def explain_func(
     Examples
     --------
     >>> def attribute(model, x, y):                                                           # doctest: +SKIP
-    ...     one_hot = torch.eye(1000)[y]
-    ...     with DisentangledAttributor(Gradient(model, composite), "features.22", subspaces) as attributor:
-    ...         return attributor(x, lambda output: output * one_hot)[1]
+    ...     attributor = DisentangledAttributor(Gradient(model, composite), "features.22", subspaces)
+    ...     return attributor.explain(x, y, whole=False).maps
     >>> metric = quantus.RegionPerturbation(patch_size=16, regions_evaluation=196)            # doctest: +SKIP
     >>> metric(model, x, y, explain_func=explain_func(attribute), explain_func_kwargs={"concept": 2})
     """
