@@ -182,8 +182,10 @@ def test_fit_in_the_reduced_problem(dtype) -> None:
     assert plain.reduced_results_ == []
     # Not a worse basin than those of starts in full; they end within a per cent of each other.
     assert model.objective_ >= 0.995 * plain.objective_
-    value = Objective(*(normalise(torch.as_tensor(x)) for x in (a, c)), (40,) * 4, 0.5)
-    assert value.evaluate(model.subspaces_.basis).value == pytest.approx(model.objective_, rel=1e-5)
+    x, y = normalise(a), normalise(c)
+    assert Objective(x, y, (40,) * 4, 0.5).evaluate(model.subspaces_.basis).value == pytest.approx(
+        model.objective_, rel=1e-5
+    )
 
 
 def test_a_start_of_ones_own_is_run_in_full() -> None:
@@ -242,7 +244,7 @@ def test_the_span_alone_would_not_be_enough() -> None:
     )
     # With room, u_k has length √(2/3) in the plane, along direction k: R_kk = 2/3, R_kn = 1/6 for the others.
     assert best >= math.sqrt(((2 / 3) ** 2 + 2 * (1 / 6) ** 2) / 3) * (1 - 1e-6)
-    # In the plane, two blocks are orthogonal directions, Σ_n cos⁴ = 9/8 at whatever angle; the third is empty.
+    # In the plane, two blocks are orthogonal directions, Σ_n cos⁴ = 9/8 at any angle; the third is empty.
     planar = (2 * math.sqrt(math.sqrt(3 / 8)) / 3) ** 2
     assert best > 1.4 * planar
 

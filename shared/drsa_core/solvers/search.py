@@ -87,7 +87,7 @@ class Search:
 
     def from_start(self, solve: Solve, objective: Objective, start: Tensor) -> list[Result]:
         """One run from a given start."""
-        return [self._run(solve, objective, start, "start 1/1", self.tol)]
+        return [self.run(solve, objective, start, "start 1/1", self.tol)]
 
     def from_random_starts(self, solve: Solve, objective: Objective, n_starts: int | None) -> list[Result]:
         """One run from each random start."""
@@ -122,17 +122,18 @@ class Search:
         self.reduced = self._runs(rough, reduction.objective, n_starts, max(self.tol, COARSE_TOL))
         best = max(self.reduced, key=lambda result: result.objective)
         start = reduction.lift(best.basis, objective)
-        return [self._run(finish, objective, start, "in full", self.tol)]
+        return [self.run(finish, objective, start, "in full", self.tol)]
 
     def _runs(self, solve: Solve, objective: Objective, n_starts: int, tol: float) -> list[Result]:
         size = objective.n_features
         starts = [random_orthogonal(size, self.generator).to(objective.a) for _ in range(n_starts)]
         return [
-            self._run(solve, objective, start, f"start {i + 1}/{n_starts}", tol)
+            self.run(solve, objective, start, f"start {i + 1}/{n_starts}", tol)
             for i, start in enumerate(starts)
         ]
 
-    def _run(self, solve: Solve, objective: Objective, start: Tensor, title: str, tol: float) -> Result:
+    def run(self, solve: Solve, objective: Objective, start: Tensor, title: str, tol: float) -> Result:
+        """One run, and a second one from where it ended if a subspace died on the way."""
         with tqdm(total=self.max_iter, desc=f"{self.name} {title}", disable=not self.progress) as bar:
 
             def show(value: float, bar: tqdm[Any] = bar) -> None:
