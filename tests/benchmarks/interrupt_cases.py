@@ -83,9 +83,10 @@ def nfnet() -> nn.Module:
 
 
 def _with_statistics(model: nn.Module) -> nn.Module:
-    for buffer in model.buffers():
+    for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
-            nn.init.uniform_(buffer, 0.5, 1.5)
+            # Means near zero: with larger ones the ReLUs behind would be dead.
+            nn.init.uniform_(buffer, *((-0.2, 0.2) if name.endswith("mean") else (0.5, 1.5)))
     return model.eval()
 
 
