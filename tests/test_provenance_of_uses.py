@@ -18,7 +18,7 @@ from zennit.core import Composite
 import captum_drsa
 import zennit_drsa
 from captum_drsa import DisentangledAttribution, IntegratedGradientsContext
-from zennit_drsa import DisentangledAttributor
+from zennit_drsa import DisentangledAttributor, DisentangledComposite
 
 SOLVER = RandomSubspaces(2, random_state=0)
 
@@ -101,6 +101,20 @@ def test_subspaces_used_for_something_else_are_warned_about(backend, change, nam
         run()
     with pytest.raises(ValueError, match=named):
         run(strict=True)
+
+
+@pytest.mark.parametrize(("backend", "change", "named"), CHANGES[:4])
+def test_subspaces_in_a_composite_are_compared_too(backend, change, named, tmp_path) -> None:
+    used: dict[str, Any] = {"model": network(), "layer": "1", "how": EpsilonPlus()} | change
+    subspaces = learned(backend, tmp_path)
+    composite = DisentangledComposite(used["how"], used["layer"], subspaces, 0)
+    with pytest.warns(ProvenanceWarning, match=named):
+        Gradient(used["model"], composite)(images(), one_hot(2))
+    strict = DisentangledComposite(used["how"], used["layer"], subspaces, 0, strict=True)
+    with pytest.raises(ValueError, match=named):
+        Gradient(used["model"], strict)(images(), one_hot(2))
+    right = DisentangledComposite(EpsilonPlus(), "1", subspaces, 0, strict=True)
+    Gradient(network(), right)(images(), one_hot(2))
 
 
 @pytest.mark.parametrize("backend", ["zennit", "captum"])

@@ -78,6 +78,14 @@ def holds_relevance(model: nn.Module, slot: str | None = None) -> bool:
     return any(is_active(hook) and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
 
 
+def describe_method(model: nn.Module, slot: str | None, how: str = "GradientContext()") -> str:
+    """How contexts are found under the rules that are registered now, for a `Provenance`."""
+    rules = describe_rules(model)
+    if holds_relevance(model, slot):
+        return f"LRP({rules})"
+    return f"{how} under {rules}" if rules else how
+
+
 def describe_rules(model: nn.Module) -> str:
     """The rules that are registered on a model, with a digest of where they are and of their parameters."""
     names = {module: name for name, module in model.named_modules()}

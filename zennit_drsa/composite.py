@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from drsa_core import Subspaces
+from drsa_core import Subspaces, model_fingerprint
 from drsa_core.layer import TOLERANCE, Guard, uninterrupted
 from torch import nn
 from zennit.canonizers import Canonizer
@@ -104,7 +104,7 @@ class DisentangledComposite(GuardedComposite):
     ----------
     composite : zennit.core.Composite or None
         The rules and canonizers to use; None stands for plain gradients.
-    layer, subspaces, concept, channel_dim, slot, tolerance
+    layer, subspaces, concept, channel_dim, slot, tolerance, strict
         As in `SubspaceFilter`. The activation is that of the canonized model.
 
     Notes
@@ -123,9 +123,20 @@ class DisentangledComposite(GuardedComposite):
         *,
         slot: str | None = None,
         tolerance: float = TOLERANCE,
+        strict: bool = False,
     ) -> None:
-        self.filter = SubspaceFilter(layer, subspaces, concept, channel_dim, slot=slot, tolerance=tolerance)
+        self.filter = SubspaceFilter(
+            layer, subspaces, concept, channel_dim, slot=slot, tolerance=tolerance, strict=strict
+        )
         super().__init__(composite, [self.filter])
+
+    @uninterrupted
+    def register(self, module: nn.Module) -> None:
+        """Apply the canonizers, the filter and the rules to a model."""
+        subspaces = self.filter.subspaces
+        if subspaces is not None and subspaces.provenance is not None:
+            self.filter.fingerprint = model_fingerprint(module)  # before canonizers change weights
+        super().register(module)
 
 
 class _Context(CompositeContext):  # type: ignore[misc]

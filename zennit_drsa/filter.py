@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core import Subspaces, context_from_relevance, find_layer
+from drsa_core import Provenance, Subspaces, check_provenance, context_from_relevance, find_layer
 from drsa_core.layer import (
     TOLERANCE,
     as_activation,
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
-from ._zennit import holds_relevance
+from ._zennit import describe_method, holds_relevance
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
 
@@ -50,7 +50,7 @@ class VirtualLayer:
         The model, which tells whether relevance or gradients flow back.
     name : str
         Name of the layer that it follows, for messages.
-    subspaces, concept, channel_dim, slot, tolerance
+    subspaces, concept, channel_dim, slot, tolerance, strict, fingerprint
         As in `SubspaceFilter`.
     """
 
@@ -64,15 +64,35 @@ class VirtualLayer:
         channel_dim: int,
         slot: str | None,
         tolerance: float,
+        strict: bool,
+        fingerprint: str | None,
     ) -> None:
         self.root, self.layer, self.name, self.subspaces, self.concept = root, layer, name, subspaces, concept
         self.channel_dim, self.slot, self.tolerance = channel_dim, slot, tolerance
+        self.strict, self.fingerprint = strict, fingerprint
+        self._is_checked = False
 
     def __call__(self, output: object) -> Tensor:
         """The activation (N, …, D, …), with a backward pass that is filtered."""
+        if not self._is_checked:
+            self._check_use()
         activation = as_activation(output, self.layer, self.name, self.channel_dim)
         check_fits(activation, self.subspaces.n_features, self.name, self.channel_dim)
         return _Filter.apply(activation, self) if activation.requires_grad else activation
+
+    def _check_use(self) -> None:
+        """Compare where the subspaces were made with this use, of which only the target is not known."""
+        made, self._is_checked = self.subspaces.provenance, True
+        if made is not None:
+            used = Provenance(
+                backend="zennit",
+                method=describe_method(self.root, self.slot),
+                layer=self.name,
+                channel_dim=self.channel_dim,
+                target=None,
+                model=self.fingerprint,
+            )
+            check_provenance(made, used, "subspaces", self.strict)
 
     def filtered(self, activation: Tensor, gradient: Tensor) -> Tensor:
         """Keep `concept`: a ⊙ U_kU_kᵀ(R ⊘ a) for relevance R, U_kU_kᵀg for a gradient g."""
@@ -123,6 +143,12 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         modify gradients (`ReLUDeconvNet`, `ReLUGuidedBackprop`, `ReLUBetaSmooth`) is active on the model.
     tolerance : float
         Share of the relevance on zero activations beyond which a `RelevanceLossWarning` is given.
+    strict : bool
+        Whether subspaces that were learned at another layer or with other rules are an error instead of a
+        `ProvenanceWarning`.
+    fingerprint : str, optional
+        `drsa_core.model_fingerprint` of the model before canonizers changed it, to be compared as well;
+        `DisentangledComposite` gives it.
 
     Notes
     -----
@@ -148,6 +174,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         *,
         slot: str | None = None,
         tolerance: float = TOLERANCE,
+        strict: bool = False,
+        fingerprint: str | None = None,
     ) -> None:
         if subspaces is not None and not isinstance(subspaces, Subspaces):
             raise TypeError(f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}")
@@ -158,7 +186,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         if subspaces is not None and concept is not None:
             concept = _checked_concept(concept, subspaces)
         self.layer, self.subspaces, self.concept, self.channel_dim = layer, subspaces, concept, channel_dim
-        self.slot, self.tolerance = slot, tolerance
+        self.slot, self.tolerance, self.strict, self.fingerprint = slot, tolerance, strict, fingerprint
         self.module: nn.Module | None = None
         self._name = ""
         self._virtual_layer: VirtualLayer | None = None
@@ -187,6 +215,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
                 self.channel_dim,
                 self.slot,
                 self.tolerance,
+                self.strict,
+                self.fingerprint,
             )
         self._handles += [
             root_module.register_forward_pre_hook(self._before_model),
@@ -211,6 +241,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             self.channel_dim,
             slot=self.slot,
             tolerance=self.tolerance,
+            strict=self.strict,
+            fingerprint=self.fingerprint,
         )
 
     # Hooks take positional arguments only, as Zennit's own.

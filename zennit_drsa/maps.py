@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zennit.attribution import Attributor, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.core import Composite
 
-from ._zennit import describe_rules, holds_relevance
+from ._zennit import describe_method, holds_relevance
 from .explained import AttrOutput, ScoreOf
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
 
@@ -206,11 +206,9 @@ class ConceptMaps(Explainer):
 
     def _method(self) -> str:
         """How contexts are found, with the rules that are registered now."""
-        rules = describe_rules(self.model)
-        how = repr(self._path_context) if self._integrates_context else "GradientContext()"
-        if holds_relevance(self.model, self.slot):
-            return f"LRP({rules})"
-        return f"{how} under {rules}" if rules else how
+        if self._integrates_context:
+            return describe_method(self.model, self.slot, repr(self._path_context))
+        return describe_method(self.model, self.slot)
 
 
 def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:
