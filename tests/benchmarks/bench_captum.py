@@ -86,7 +86,7 @@ def gradient_methods(model: VGG, x: Tensor, repeats: int) -> None:
     }
     for method, options in methods.items():
         split = DisentangledAttribution(method, LAYER, subspaces(4))
-        images = x.clone().requires_grad_()  # lest Captum warn
+        images = x.clone().requires_grad_()  # Captum warns otherwise
         runs: dict[str, Callable[[], object]] = {
             "one": partial(method.attribute, images, target=TARGET, **options),
             "both": partial(split.attribute, images, target=TARGET, **options),
