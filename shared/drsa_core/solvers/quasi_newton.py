@@ -39,8 +39,8 @@ REFRESH = 5
 #: Smallest curvature, relative to the largest one: directions with less count as flat.
 FLOOR = 1e-3
 #: Largest angle, in radians, by which one step may turn the basis; the first quasi-Newton step is shorter.
-#: FIRST_ANGLE and the iterations of `largest_angle` were chosen among nine combinations on the reference data of
-#: the tests, where one start lies between two basins and five of the nine reach the better one.
+#: FIRST_ANGLE and the iterations of `largest_angle` were chosen among nine combinations on the reference data
+#: of the tests, where one start lies between two basins and five of the nine reach the better one.
 MAX_ANGLE, FIRST_ANGLE = 1.0, 0.1
 
 
