@@ -3,10 +3,10 @@
 from drsa_core.layer import GradientContext, IntegratedGradientsContext
 
 from .attribution import DisentangledAttribution
-from .collect import collect
+from .captum_lrp import LRPContext
+from .captum_pairs import collect
 from .context import LayerAttributionContext, ShapleyContext
-from .lrp import LRPContext
-from .patches import patch_mask
+from .image_patches import patch_mask
 
 __all__ = [
     "DisentangledAttribution",

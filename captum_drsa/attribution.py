@@ -32,9 +32,9 @@ from drsa_core.validation import check_finite
 from torch import Tensor, nn
 
 from ._captum import draw_baselines, logged, rules_on
+from .captum_lrp import LRPPass
 from .context import ShapleyContext, measure_bypass
 from .explain import explain_at_input
-from .lrp import LRPPass
 from .methods import Explain, choose_context, record_of, within_tunnels
 from .relevance_model import RelevanceModel, baseline_relevance
 

@@ -28,9 +28,9 @@ from captum.attr import (
 from drsa_core.layer import ContextMethod, GradientContext, IntegratedGradientsContext, Request
 from torch import Tensor, nn
 
+from .captum_lrp import LRPContext
 from .context import LayerAttributionContext, ShapleyContext
 from .explain import explain_by_gradient, explain_by_perturbation, explain_by_surrogate
-from .lrp import LRPContext
 from .relevance_model import RelevanceModel
 
 Explain: TypeAlias = Callable[[Attribution, Request, RelevanceModel, dict[str, Any]], tuple[Tensor, ...]]

@@ -21,7 +21,8 @@ import planted_watermark as planted
 import torch
 from drsa_audit import load_network, relevance_at
 from drsa_core import DRSA
-from drsa_core.cleverhans import (
+from drsa_core.plot import concept_maps, confusion_matrices, roc_curves
+from drsa_core.showcases.clever_hans import (
     RefinedModel,
     SpRAy,
     auroc,
@@ -33,7 +34,6 @@ from drsa_core.cleverhans import (
     rectified_relevance,
     roc_curve,
 )
-from drsa_core.plot import concept_maps, confusion_matrices, roc_curves
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from zennit.attribution import Attributor, Gradient

@@ -15,8 +15,8 @@ import numpy as np
 import skimage.data
 import torch
 from drsa_audit import Network, load_network, photo_files
-from drsa_audit.photographs import foolbox_files
-from drsa_core.cleverhans import ranks
+from drsa_audit.package_photos import foolbox_files
+from drsa_core.showcases.clever_hans import ranks
 from PIL import Image
 from torch import Tensor
 

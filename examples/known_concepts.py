@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
 from drsa_core.plot import known_concepts
-from drsa_core.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
+from drsa_core.showcases.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm

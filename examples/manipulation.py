@@ -24,18 +24,18 @@ from typing import Self
 import known_concepts
 import torch
 from drsa_audit import load_network, photo_files, relevance_at
-from drsa_audit.photographs import foolbox_files, package_photos, random_crops
+from drsa_audit.package_photos import foolbox_files, package_photos, random_crops
 from drsa_core import PRCA, Subspaces
-from drsa_core.double_backward import constant_weights
-from drsa_core.manipulation import (
+from drsa_core.plot import manipulated_map
+from drsa_core.showcases.double_backward import constant_weights
+from drsa_core.showcases.manipulation import (
     Manipulation,
     is_suspicious,
     manipulate,
     manipulation_score,
     map_errors,
 )
-from drsa_core.plot import manipulated_map
-from drsa_core.synthetic import PlantedConcepts
+from drsa_core.showcases.synthetic import PlantedConcepts
 from drsa_core.target import gradient_at_output
 from torch import Tensor, nn
 from zennit.attribution import Gradient

@@ -1,6 +1,6 @@
 """The names of the photographs that come with packages, for `quickstart.py --photo`.
 
-Nothing is downloaded; `drsa_audit.photographs` says where they are.
+Nothing is downloaded; `drsa_audit.package_photos` says where they are.
 
     python examples/photographs.py
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from drsa_audit.photographs import class_name, package_photos, random_crops
+from drsa_audit.package_photos import class_name, package_photos, random_crops
 
 __all__ = ["class_name", "package_photos", "random_crops"]  # the notebooks take them from here
 

@@ -4,7 +4,6 @@ from drsa_core import RelevanceLossWarning
 from drsa_core.lrp.nfnet_canonizer import NFNetCanonizer
 
 from .attributor import DisentangledAttributor
-from .collect import collect
 from .composite import DisentangledComposite
 from .doctor import doctor
 from .filter import SubspaceFilter, VirtualLayer
@@ -13,6 +12,7 @@ from .models.nfnet import NFNetGamma
 from .models.timm import TimmCanonizer
 from .models.torchvision import TorchvisionCanonizer
 from .models.vgg import VGGGamma
+from .zennit_pairs import collect
 
 __all__ = [
     "ConvNetGamma",

@@ -26,6 +26,7 @@ from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlus
 
 from ._zennit import holds_relevance
 from .composite import GuardedComposite
+from .concept_maps import ConceptMaps
 from .explained import (
     AttrOutput,
     ScoreOf,
@@ -34,7 +35,6 @@ from .explained import (
     start_of_target,
     targets_in,
 )
-from .maps import ConceptMaps
 from .nonfinite import check_finite
 
 _T = TypeVar("_T")

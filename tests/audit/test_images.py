@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
 from drsa_audit import class_folders, find_classes, load_images, photo_files
-from drsa_audit.photographs import package_photos, random_crops
+from drsa_audit.package_photos import package_photos, random_crops
 
 from .photos import random_photos
 

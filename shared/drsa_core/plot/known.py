@@ -26,8 +26,8 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
     image : tensor, shape (1, H, W)
     masks : tensor of bool, shape (M, H, W)
     maps : mapping of str to tensor, shape (M, H, W)
-        For each method the map assigned to each concept, see `drsa_core.synthetic.match_masks`; zeros
-        for a concept to which no map was assigned.
+        For each method the map assigned to each concept, see `showcases.synthetic.match_masks`; zeros for a
+        concept to which no map was assigned.
     names : sequence of str
         Names of the M concepts.
     """

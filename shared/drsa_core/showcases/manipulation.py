@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .lrp.canonical import ModuleEdits
-from .parameters import as_float, as_int
-from .scaling import unit_rows
-from .validation import as_float_tensor, check_finite
+from ..lrp.canonical import ModuleEdits
+from ..parameters import as_float, as_int
+from ..scaling import unit_rows
+from ..validation import as_float_tensor, check_finite
 
 #: Images (N, C, H, W) to outputs (N, n_classes) and maps (N, H, W), both with their graph.
 Explain: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
-from .lrp.canonical import ModuleEdits
+from ..lrp.canonical import ModuleEdits
 
 
 class Correlate(torch.autograd.Function):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .parameters import as_int
-from .validation import as_float_tensor, check_finite
+from ..parameters import as_int
+from ..validation import as_float_tensor, check_finite
 
 ConceptRelevance = Callable[[Tensor, int], Tensor]
 """`concept_relevance(x, target)`: inputs (N, …) and the index of an output to relevance R_k, shape (N, K)."""

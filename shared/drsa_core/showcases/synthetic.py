@@ -16,8 +16,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from .parameters import as_float, as_int
-from .validation import check_finite
+from ..parameters import as_float, as_int
+from ..validation import check_finite
 
 #: Six shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
 #: can be told by its mean brightness alone.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .parameters import as_float, as_int, as_int_labels
-from .validation import check_matrix
+from ..parameters import as_float, as_int, as_int_labels
+from ..validation import check_matrix
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..parameters import Seed, as_float, as_int, as_int_labels, torch_generator
+from ..validation import as_float_tensor, check_finite
 from .detection import RocCurve, SpRAy, auroc, rectified_relevance, roc_curve
-from .parameters import Seed, as_float, as_int, as_int_labels, torch_generator
 from .refinement import ConceptRelevance, RefinedModel, excess_relevance, mean_relevance
 from .reweighting import deep_feature_reweighting, train_last_layer
-from .validation import as_float_tensor, check_finite
 
 __all__ = [
     "ConceptRelevance",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..detection import RocCurve
-from ..matching import ClassConceptTable, check_labelled, names_of
 from ..parameters import as_int
+from ..showcases.detection import RocCurve
+from ..showcases.matching import ClassConceptTable, check_labelled, names_of
 from ..validation import check_finite
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import torch
 from scipy.cluster.vq import ClusterError, kmeans2
 from torch import Tensor
 
-from .parameters import Seed, as_int, as_seed
-from .scaling import unit_rows
-from .solvers.estimator import NotFittedError
-from .validation import ArrayLike, as_float_tensor, check_finite
+from ..parameters import Seed, as_int, as_seed
+from ..scaling import unit_rows
+from ..solvers.estimator import NotFittedError
+from ..validation import ArrayLike, as_float_tensor, check_finite
 
 
 def rectified_relevance(relevance: Tensor) -> Tensor:
