@@ -217,7 +217,7 @@ def lite0(options: argparse.Namespace) -> None:
     learned_marked = torch.arange(len(y)) % 2 == 0  # half of the crops, as about half of the cartons in J.1
     y[learned_marked] = add_hanzi(network, y[learned_marked])
     print(f"{len(y)} crops to learn from, {len(x)} photographs to test on, each without and with watermark")
-    concepts = Concepts(model, network.composite(), options.layer, y, CARTON, options.seed)
+    concepts = Concepts(model, network.composite(options.layer), options.layer, y, CARTON, options.seed)
 
     both, marked = torch.cat([x, add_hanzi(network, x)]), torch.arange(2 * len(x)) >= len(x)
     with torch.no_grad():

@@ -65,7 +65,9 @@ def main() -> None:
         print(f"top-1 on {len(files)} photographs: {np.mean(right):.2f}")
     target = int(options.train.name.split("_")[0])
     x, train = network.load([options.photo]), network.load(photo_files(options.train))
-    attributor = DisentangledAttributor(Gradient(network.model, network.composite()), options.layer)
+    attributor = DisentangledAttributor(
+        Gradient(network.model, network.composite(options.layer)), options.layer
+    )
     solver = DRSA(options.concepts, random_state=0)
     found = attributor.fit(train.split(4), target, solver, random_state=0).explain(x, target)
     logit = float(found.score[0])

@@ -97,7 +97,9 @@ def main() -> None:
 
     # Learn the concepts of all classes together, each image being explained for its own class.
     solver = DRSA(options.concepts, random_state=options.seed, progress=True)
-    attributor = DisentangledAttributor(Gradient(network.model, network.composite()), options.layer)
+    attributor = DisentangledAttributor(
+        Gradient(network.model, network.composite(options.layer)), options.layer
+    )
     attributor.fit(x.split(16), labels, solver, random_state=options.seed)
     parts = zip(other.split(16), other_labels.split(16), strict=True)
     relevance = torch.cat(

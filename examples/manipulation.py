@@ -128,7 +128,7 @@ def lite0(options: argparse.Namespace) -> Case:
     others = network.load(files[: len(photos)], size)
     bounds = -127 / 128, 1.0  # of (255 x − 127) / 128
     layer = network.layer_or(options.layer)
-    return Case(model, network.composite, layer, target, train, photos, others, bounds)
+    return Case(model, lambda: network.composite(None), layer, target, train, photos, others, bounds)
 
 
 def planted(options: argparse.Namespace) -> Case:

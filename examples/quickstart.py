@@ -56,7 +56,7 @@ def with_zennit(
     network: Network, layer: str, x: Tensor, train: Tensor, target: int, solver: DRSA
 ) -> tuple[Tensor, Tensor, Tensor]:
     """K maps (N, K, 3, H, W), standard maps and R_k with LRP."""
-    wrapped = DisentangledAttributor(Gradient(network.model, network.composite()), layer)
+    wrapped = DisentangledAttributor(Gradient(network.model, network.composite(layer)), layer)
     found = wrapped.fit(train.split(8), target, solver, random_state=0).explain(x, target)
     assert found.whole is not None  # `explain` computes it unless told otherwise
     return found.maps, found.whole, found.concept_relevance

@@ -93,12 +93,12 @@ class LRP:
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """As in `Backend`."""
-        with Gradient(self.network.model, self.network.composite()) as gradient:
+        with Gradient(self.network.model, self.network.composite(self.layer)) as gradient:
             maps: Tensor = gradient(inputs, relevance_at(target))[1]
         return maps.detach()
 
     def _wrapped(self, subspaces: Subspaces | None) -> DisentangledAttributor:
-        gradient = Gradient(self.network.model, self.network.composite())
+        gradient = Gradient(self.network.model, self.network.composite(self.layer))
         return DisentangledAttributor(gradient, self.layer, subspaces)
 
 

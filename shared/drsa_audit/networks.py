@@ -14,7 +14,7 @@ from zennit.composites import EpsilonGammaBox, EpsilonPlus, MixedComposite, Name
 from zennit.core import Composite
 from zennit.rules import Epsilon, Gamma
 
-from zennit_drsa import NFNetGamma, TimmCanonizer, TorchvisionCanonizer, VGGGamma
+from zennit_drsa import ConvNetGamma, NFNetGamma, TimmCanonizer, TorchvisionCanonizer, VGGGamma
 
 from .images import load_images, to_pixels
 from .weights import described_model, find_factory, read_classes, read_state
@@ -39,7 +39,8 @@ class Network:
     layer : str
         The layer that is split unless another one is named; "" if there is none.
     composite : function
-        A new Zennit composite with rules that suit the model.
+        Concept layer, or None, ↦ a new Zennit composite with rules that suit the model, and γ = 0 above the
+        layer.
     classes : tuple of int, optional
         The class of each output; None if they are numbered as the outputs.
     """
@@ -48,7 +49,7 @@ class Network:
     size: int
     preprocessing: Preprocessing
     layer: str
-    composite: Callable[[], Composite]
+    composite: Callable[[str | None], Composite]
     classes: tuple[int, ...] | None = None
 
     def output_of(self, class_index: int) -> int:
@@ -119,10 +120,10 @@ def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
         raise ValueError(f"there is no layer {layer!r} in this network")
     above = [n for n in names[below[-1] + 1 :] if isinstance(network.model.get_submodule(n), nn.Conv2d)]
 
-    def composite() -> Composite:
+    def composite(layer: str | None) -> Composite:
         rule = Gamma(gamma) if gamma else Epsilon(1e-6)
         # The first composite that knows a module decides.
-        return MixedComposite([NameMapComposite([(above, rule)]), network.composite()])
+        return MixedComposite([NameMapComposite([(above, rule)]), network.composite(None)])
 
     return replace(network, composite=composite)
 
@@ -168,10 +169,14 @@ def _network(
 ) -> Network:
     layer = LAYERS.get(name, "stages.2" if _is_nfnet(model) else "")
     preprocessing = Preprocessing.from_mean_std(mean, std)
-    return Network(model, size, preprocessing, layer, lambda: suitable_composite(model, mean, std))
+    return Network(
+        model, size, preprocessing, layer, lambda layer: suitable_composite(model, mean, std, layer)
+    )
 
 
-def suitable_composite(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> Composite:
+def suitable_composite(
+    model: nn.Module, mean: Sequence[float], std: Sequence[float], layer: str | None = None
+) -> Composite:
     """LRP rules for a model: the paper's for VGG16 and NFNets (Note D), Zennit's for ResNets, or LRP-γ.
 
     Parameters
@@ -179,14 +184,21 @@ def suitable_composite(model: nn.Module, mean: Sequence[float], std: Sequence[fl
     model : module
     mean, std : sequence of float
         Normalisation of the inputs, which gives the bounds of the z^B-rule.
+    layer : str, optional
+        The concept layer. Above it γ is 0, as in the paper's rules for VGG16 at Conv4_3: with a large γ there
+        the contexts are close to a multiple of the activations, and DRSA finds what DSA finds. VGGs keep the
+        paper's rules whatever the layer.
     """
     low, high = (
         torch.tensor([(pixel - m) / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
         for pixel in (0.0, 1.0)
     )
     if _is_nfnet(model):
-        return NFNetGamma(low=low, high=high, gamma=0.1)
-    if _is_torchvision_resnet(model):
+        return NFNetGamma(low=low, high=high, gamma=0.1, layer=layer)
+    is_resnet = _is_torchvision_resnet(model)
+    if layer is not None and (is_resnet or TimmCanonizer.suits(model) or TorchvisionCanonizer.suits(model)):
+        return ConvNetGamma(0.25, low=low, high=high, layer=layer)
+    if is_resnet:
         from zennit.torchvision import ResNetCanonizer
 
         return EpsilonPlus(canonizers=[ResNetCanonizer()])

@@ -33,7 +33,7 @@ def network() -> Network:
             nn.LazyLinear(4),
         )
         model(torch.zeros(1, 3, 32, 32))
-    return Network(model.eval(), 32, Preprocessing.from_mean_std(0.5, 0.25), "1", EpsilonPlus)
+    return Network(model.eval(), 32, Preprocessing.from_mean_std(0.5, 0.25), "1", lambda layer: EpsilonPlus())
 
 
 def images(n: int = 2) -> Tensor:

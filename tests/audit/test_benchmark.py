@@ -28,7 +28,9 @@ def small_network() -> Network:
             *(nn.Conv2d(3, 8, 4, stride=4), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()),
             *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)),
         )
-    return Network(model, 64, Preprocessing.from_mean_std(0.5, 0.25), "1", EpsilonPlus, (5, 1, 3))
+    return Network(
+        model, 64, Preprocessing.from_mean_std(0.5, 0.25), "1", lambda layer: EpsilonPlus(), (5, 1, 3)
+    )
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ class CountingBackend:
 
 
 def experiment_on(out: Path, model: Model, settings: dict[str, str] | None = None, deadline=None):
-    network = Network(model, 32, Preprocessing.from_mean_std(0.5, 0.25), "features", lambda: None)
+    network = Network(model, 32, Preprocessing.from_mean_std(0.5, 0.25), "features", lambda layer: None)
     evaluation = Evaluation("squares", "constant", patch_size=8)
     return Experiment(network, out, settings or {"layer": "features"}, evaluation, 20, 0, 2, deadline)
 

@@ -15,12 +15,13 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 import timm
 import torchvision
-from drsa_audit import load_network, make_backend, with_upper_gamma
+from drsa_audit import load_network, make_backend, relevance_at, with_upper_gamma
 from drsa_core import PRCA, PairStore, ProvenanceWarning, Subspaces
 from safetensors.torch import save_file
+from zennit.attribution import Gradient
 
 from tests.closeness import assert_same
-from zennit_drsa import VGGGamma
+from zennit_drsa import ConvNetGamma, VGGGamma
 
 
 class SmallVGG(nn.Module):
@@ -97,7 +98,7 @@ def test_a_file_that_names_its_architecture_is_a_network(tmp_path) -> None:
         network.layer_or(None)
     assert network.layer_or("blocks.1") == "blocks.1"
     with pytest.raises(ValueError, match=r"no LRP rules are known for VisionTransformer"):
-        network.composite()
+        network.composite(None)
 
 
 @pytest.mark.parametrize("about", [{}, {"architecture": "torchvision resnet18, stride in conv1"}])
@@ -115,7 +116,7 @@ def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
     network = load_network(f"{__name__}:SmallVGG", weights)
     assert_same(network.model(image()).detach(), original(image()).detach())
     assert network.output_of(283) == 3
-    assert isinstance(network.composite(), VGGGamma)
+    assert isinstance(network.composite("features.4"), VGGGamma)
     maps = make_backend("lrp", network, "features.4").explain(image(), 3, Subspaces(torch.eye(8), [3, 5]))
     assert maps.any()
 
@@ -182,3 +183,33 @@ def test_another_gamma_above_a_layer() -> None:
     assert float((usual - other).abs().max()) > 1e-2 * float(usual.abs().max())
     with pytest.raises(ValueError, match=r"there is no layer 'features\.9'"):
         with_upper_gamma(network, "features.9", 0.0)
+
+
+def resnet() -> nn.Module:
+    return shaken(torchvision.models.resnet18(weights=None))
+
+
+def efficientnet() -> nn.Module:
+    return shaken(timm.create_model("test_efficientnet"))
+
+
+@pytest.mark.parametrize(("name", "layer"), [("resnet", "layer2"), ("efficientnet", "blocks.1")])
+def test_gamma_is_0_above_the_concept_layer(name: str, layer: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = load_network(f"{__name__}:{name}")
+    black, white = (
+        network.preprocessing.to_inputs(pixels)
+        for pixels in (torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1))
+    )
+    x = image()
+
+    def maps(composite: ConvNetGamma) -> Tensor:
+        with Gradient(network.model, composite) as gradient:
+            relevance: Tensor = gradient(x, relevance_at(3))[1]
+        return relevance.detach()
+
+    expected = maps(ConvNetGamma(0.25, low=black, high=white, layer=layer, gamma_above=0.0))
+    assert_same(make_backend("lrp", network, layer).attribute(x, 3), expected)
+    everywhere = maps(ConvNetGamma(0.25, low=black, high=white))
+    assert float((everywhere - expected).abs().max()) > 1e-2 * float(expected.abs().max())

@@ -39,7 +39,7 @@ def test_the_cat_is_recognised_and_canonization_keeps_the_logits(case) -> None:
 
 def test_relevance_is_conserved_without_biases(case) -> None:
     network, x = case
-    with Gradient(without_biases(network.model), network.composite()) as attributor:
+    with Gradient(without_biases(network.model), network.composite(None)) as attributor:
         output, relevance = attributor(x, relevance_at(285))
     logit = float(output.detach()[0, 285])
     assert float(relevance.detach().double().sum()) == pytest.approx(logit, rel=1e-4)
