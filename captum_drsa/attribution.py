@@ -72,9 +72,10 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
 
     Examples
     --------
-    >>> da = DisentangledAttribution(IntegratedGradients(model), layer="features.22")  # doctest: +SKIP
-    >>> da.fit(loader, target=430, solver=DRSA(n_subspaces=4))                         # doctest: +SKIP
-    >>> maps = da.attribute(x, target=430, n_steps=10)        # (N, 4, 3, 224, 224)    # doctest: +SKIP
+    >>> method = DisentangledAttribution(IntegratedGradients(model), layer="features.22")
+    >>> method = method.fit(loader, target=430, solver=DRSA(n_subspaces=4, random_state=0))
+    >>> tuple(method.attribute(images, target=430, n_steps=10).shape)
+    (2, 4, 3, 32, 32)
     """
 
     def __init__(

@@ -79,9 +79,11 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
     Examples
     --------
-    >>> attributor = Gradient(model, EpsilonPlusFlat())                                     # doctest: +SKIP
-    >>> with DisentangledAttributor(attributor, "features.22", subspaces) as attributor:    # doctest: +SKIP
-    ...     output, relevance = attributor(input, attr_output)    # relevance (N, K, *input)
+    >>> attributor = Gradient(model, EpsilonPlusFlat())
+    >>> with DisentangledAttributor(attributor, "features.22", subspaces) as attributor:
+    ...     output, relevance = attributor(images, one_hot)
+    >>> tuple(relevance.shape)  # (N, K, *input)
+    (2, 4, 3, 32, 32)
     """
 
     def __init__(

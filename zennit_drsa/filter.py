@@ -162,7 +162,9 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     Examples
     --------
-    >>> composite = EpsilonPlus(canonizers=[SubspaceFilter("features.22", subspaces, 0)])  # doctest: +SKIP
+    >>> composite = EpsilonPlus(canonizers=[SubspaceFilter("features.22", subspaces, 0)])
+    >>> with Gradient(model, composite) as attributor:
+    ...     output, relevance = attributor(images, one_hot)  # of concept 0 alone
     """
 
     def __init__(

@@ -33,7 +33,8 @@ class BenchmarkSettings:
     --------
     >>> from drsa_audit import BenchmarkSettings, run_benchmark
     >>> settings = BenchmarkSettings(data=Path("photographs"), out=Path("bench"))
-    >>> run_benchmark(settings.quick())                                                     # doctest: +SKIP
+    >>> settings.quick().train_images < settings.train_images  # for run_benchmark(settings.quick())
+    True
     """
 
     data: Path = field(metadata=about("folder with train/<index>_<name>/ and val/<index>_<name>/", Path))

@@ -46,8 +46,10 @@ class ConvNetGamma(Composite):  # type: ignore[misc]
 
     Examples
     --------
-    >>> composite = ConvNetGamma(0.25, mean=mean, std=std, layer="blocks.4")        # doctest: +SKIP
-    >>> DisentangledAttributor(Gradient(model, composite), "blocks.4", subspaces)   # doctest: +SKIP
+    >>> composite = ConvNetGamma(0.25, low=-2.5, high=2.5, layer="features.22")
+    >>> attributor = DisentangledAttributor(Gradient(model, composite), "features.22", subspaces)
+    >>> tuple(attributor.explain(images, target=430).maps.shape)
+    (2, 4, 3, 32, 32)
     """
 
     def __init__(

@@ -48,9 +48,11 @@ class NFNetGamma(Composite):  # type: ignore[misc]
 
     Examples
     --------
-    >>> composite = NFNetGamma(low, high)                          # doctest: +SKIP
-    >>> with Gradient(model, composite) as attributor:             # doctest: +SKIP
+    >>> composite = NFNetGamma(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    >>> with Gradient(nfnet, composite) as attributor:
     ...     output, relevance = attributor(images, one_hot)
+    >>> tuple(relevance.shape)
+    (2, 3, 32, 32)
     """
 
     def __init__(

@@ -41,11 +41,14 @@ def explain_func(
 
     Examples
     --------
-    >>> def attribute(model, x, y):                                                           # doctest: +SKIP
+    `quantus.RegionPerturbation()(model, x, y, explain_func=function)` is then the metric of concept 2.
+
+    >>> def attribute(model, x, y):
     ...     attributor = DisentangledAttributor(Gradient(model, composite), "features.22", subspaces)
     ...     return attributor.explain(x, y, whole=False).maps
-    >>> metric = quantus.RegionPerturbation(patch_size=16, regions_evaluation=196)            # doctest: +SKIP
-    >>> metric(model, x, y, explain_func=explain_func(attribute), explain_func_kwargs={"concept": 2})
+    >>> function = explain_func(attribute, concept=2)
+    >>> function(model, images.numpy(), labels.numpy()).shape
+    (2, 1, 32, 32)
     """
     default = concept
 

@@ -94,9 +94,11 @@ class RefinedModel(nn.Module):
 
     Examples
     --------
-    >>> method = DisentangledAttribution(IntegratedGradients(model), "layer4", subspaces)  # doctest: +SKIP
-    >>> usual = mean_relevance(method.concept_relevance, loader, 478)                      # doctest: +SKIP
-    >>> refined = RefinedModel(model, method.concept_relevance, 478, [3], usual)           # doctest: +SKIP
+    >>> method = DisentangledAttribution(IntegratedGradients(model), "features.22", subspaces)
+    >>> usual = mean_relevance(method.concept_relevance, loader, 478)
+    >>> refined = RefinedModel(model, method.concept_relevance, 478, [3], usual)
+    >>> refined(images).shape == model(images).shape
+    True
     """
 
     original: nn.Module

@@ -110,8 +110,9 @@ class DRSA(Estimator):
 
     Examples
     --------
-    >>> a, c = collect(model, composite, "features.22", loader, target=430)       # doctest: +SKIP
-    >>> subspaces = DRSA(n_subspaces=4, random_state=0).fit(a, c).subspaces_      # doctest: +SKIP
+    >>> pairs = collect(model, composite, "features.22", loader, target=430, random_state=0)
+    >>> DRSA(n_subspaces=4, random_state=0).fit(pairs).subspaces_.dims
+    (2, 2, 2, 2)
     """
 
     def __init__(
