@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 BIASES = "biases and stabilisers"
@@ -80,8 +79,3 @@ class KeptRelevance:
         label = getattr(module, "keeps", BIASES)
         before = self._by_label.get(label)
         self._by_label[label] = sums if before is None else before + sums
-
-
-def total(kept: dict[str, Tensor]) -> Tensor:
-    """What is kept in all, shape (N,)."""
-    return torch.stack(list(kept.values())).sum(0)

@@ -8,7 +8,6 @@ from importlib import import_module
 from torch import nn
 
 from ..canonizer import NetworkCanonizer
-from ..families import canonizer
 from .transformer_family import Edits, Family
 from .transformer_parts import checked_reading
 
@@ -94,8 +93,3 @@ def _refusal(root: nn.Module) -> str:
                 "decoders are not supported, use Integrated Gradients or another method without rules there"
             )
     return text
-
-
-REMEDIES = (
-    canonizer("zennit_drsa.TransformerCanonizer()", TransformerCanonizer, TransformerCanonizer.suits),
-)
