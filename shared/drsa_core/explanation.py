@@ -92,7 +92,10 @@ class Explanation:
             around_the_layer=self.losses.around_the_layer,
             kept=None
             if self.kept is None
-            else {name: float(part.double().sum() / self.score.double().sum()) for name, part in self.kept.items()},
+            else {
+                name: float(part.double().sum() / self.score.double().sum())
+                for name, part in self.kept.items()
+            },
             unaccounted=self._unaccounted(),
         )
 
@@ -151,7 +154,9 @@ class Certificate:
         complete = "complete" if self.is_complete else "not complete: maps miss what lies outside"
         kept = [f"kept by {name}: {_shown(share)} of the score" for name, share in (self.kept or {}).items()]
         if self.unaccounted is not None:
-            kept.append(f"score without the whole map and what is kept: {_shown(self.unaccounted)} of the score")
+            kept.append(
+                f"score without the whole map and what is kept: {_shown(self.unaccounted)} of the score"
+            )
         return "\n".join(
             [
                 f"subspaces: {complete}",

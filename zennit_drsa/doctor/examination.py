@@ -72,7 +72,7 @@ def _examine(
         rules = {module: rule for module in modules if (rule := _rule(module)) is not None}
         replaced = {m for m in modules if "forward" in vars(m) and m not in own_forward}
         # A layer whose canonical form has a rule of its own, such as layer norm.
-        own = (replaced & set(filter(_is_affine_leaf, modules))) | set(filter(_is_part, modules))
+        own = {m for m in modules if isinstance(m, CanonicalPart) or (m in replaced and _is_affine_leaf(m))}
         rules |= dict.fromkeys(own - rules.keys(), "canonical form")
 
         watch = _Watch()
@@ -215,10 +215,6 @@ def _take_rules_off_attention(model: nn.Module) -> None:
 
 def _is_affine_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None and getattr(module, "bias", None) is not None
-
-
-def _is_part(module: nn.Module) -> bool:
-    return isinstance(module, CanonicalPart)
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

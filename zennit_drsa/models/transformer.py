@@ -65,7 +65,9 @@ class TransformerCanonizer(NetworkCanonizer):
 def transformer_families() -> list[Family]:
     """The families that are known: `FAMILY` of each file `transformer_….py` in this folder."""
     package = import_module(__package__ or "zennit_drsa.models")
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("transformer_"))
+    names = sorted(
+        m.name for m in pkgutil.iter_modules(package.__path__) if m.name.startswith("transformer_")
+    )
     modules = [import_module(f"{package.__name__}.{name}") for name in names]
     return [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
 
@@ -82,8 +84,8 @@ def _networks(root_module: nn.Module) -> list[tuple[Family, nn.Module]]:
 def _refusal(root: nn.Module) -> str:
     supported = "; ".join(family.name for family in transformer_families())
     text = (
-        f"there is no transformer in this {type(root).__name__} that TransformerCanonizer knows; supported are "
-        f"{supported}"
+        f"there is no transformer in this {type(root).__name__} that TransformerCanonizer knows; supported "
+        f"are {supported}"
     )
     for name, module in root.named_modules():
         found = type(module).__name__.lower().replace("_", "")

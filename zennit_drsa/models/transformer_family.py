@@ -96,8 +96,8 @@ class Family:
     is_network : function
         Whether a module is a network of this family.
     forms : mapping of str to function
-        How a module becomes canonical, by the name of the class whose `forward` it runs: a function of `Edits`
-        and the module. Those in `COMMON_FORMS` need no entry.
+        How a module becomes canonical, by the name of the class whose `forward` it runs: a function of
+        `Edits` and the module. Those in `COMMON_FORMS` need no entry.
     as_they_are : frozenset of str
         Classes that only call their children or move values.
     """
@@ -124,8 +124,8 @@ class Family:
             elif not self._stays(found):
                 known = sorted({*self.forms, *self.as_they_are})
                 raise ValueError(
-                    f"{name or 'the model'} is a {type(module).__name__}, for which TransformerCanonizer knows "
-                    f"no canonical form; of {self.name} it knows {', '.join(known)}, with "
+                    f"{name or 'the model'} is a {type(module).__name__}, for which TransformerCanonizer "
+                    f"knows no canonical form; of {self.name} it knows {', '.join(known)}, with "
                     f"{', '.join(sorted(COMMON_FORMS))}"
                 )
 
@@ -158,7 +158,19 @@ def _pass(edits: Edits, module: nn.Module) -> None:
 
 
 _ACTIVATIONS = (
-    *("GELU", "GELUTanh", "QuickGELU", "ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "PReLU", "Softplus"),
+    *(
+        "GELU",
+        "GELUTanh",
+        "QuickGELU",
+        "ReLU",
+        "ReLU6",
+        "LeakyReLU",
+        "ELU",
+        "SELU",
+        "CELU",
+        "PReLU",
+        "Softplus",
+    ),
     *("SiLU", "Swish", "Mish", "Hardswish", "HardSwish", "Hardsigmoid", "Tanh", "Sigmoid"),
 )
 COMMON_FORMS: Mapping[str, Form] = {

@@ -20,9 +20,9 @@ from .transformer import TransformerCanonizer
 
 @register_composite("transformer_gamma")
 class TransformerGamma(Composite):  # type: ignore[misc]
-    """LRP for transformers: the generalised γ rule of Note K in linear layers, all else in `TransformerCanonizer`.
+    """LRP for transformers: the generalised γ rule of Note K in linear layers.
 
-    With γ = 0 there are no forward passes but the model's own.
+    All else is in `TransformerCanonizer`. With γ = 0 there are no forward passes but the model's own.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ class TransformerGamma(Composite):  # type: ignore[misc]
 
     Examples
     --------
-    >>> composite = TransformerGamma(attention="attnlrp")                                      # doctest: +SKIP
-    >>> attributor = Gradient(model, composite)                                                # doctest: +SKIP
-    >>> DisentangledAttributor(attributor, "blocks.8", subspaces, channel_dim=-1)              # doctest: +SKIP
+    >>> composite = TransformerGamma(attention="attnlrp")  # doctest: +SKIP
+    >>> attributor = Gradient(model, composite)  # doctest: +SKIP
+    >>> DisentangledAttributor(attributor, "blocks.8", subspaces, channel_dim=-1)  # doctest: +SKIP
     """
 
     def __init__(

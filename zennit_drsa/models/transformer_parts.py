@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from drsa_core.lrp import SMALLEST, at_least_single, by_contribution, passing
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kept import BIASES, CanonicalPart
 
@@ -57,7 +57,10 @@ class PrefixTokens(CanonicalPart):
 
 
 class TokenPool(CanonicalPart):
-    """Tokens (N, T, D) pooled to (N, D): each has relevance by its contribution, the largest alone in a maximum."""
+    """Tokens (N, T, D) pooled to (N, D): each has relevance by its contribution.
+
+    In a maximum, that is the largest alone.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()

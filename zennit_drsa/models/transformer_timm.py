@@ -72,7 +72,7 @@ def _attention(edits: Edits, m: Any) -> None:
         z = m.norm(merge_heads(m.canonical_attention(q, k, v, _additive(attn_mask, x))))
         if getattr(m, "gate", None) is not None:
             z = m.canonical_gate(z, passing(m.gate(source), torch.sigmoid))
-        return m.proj_drop(m.proj(z))  # type: ignore[no-any-return]
+        return m.proj_drop(m.proj(z))
 
     edits.forward(m, forward)
 
@@ -100,7 +100,7 @@ def _attention_pool(edits: Edits, m: Any) -> None:
             z = m.canonical_sum(z, m.mlp(m.norm(z)))
         if m.pool == "token":
             return z[:, 0]
-        return m.canonical_pool(z) if m.pool == "avg" else z  # type: ignore[no-any-return]
+        return m.canonical_pool(z) if m.pool == "avg" else z
 
     edits.forward(m, forward)
 
@@ -119,7 +119,7 @@ def _block(edits: Edits, m: Any) -> None:
     def forward(x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         z = m.attn(m.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
         x = m.canonical_sum_attention(x, m.drop_path1(m.ls1(z)))
-        return m.canonical_sum_mlp(x, m.drop_path2(m.ls2(m.mlp(m.norm2(x)))))  # type: ignore[no-any-return]
+        return m.canonical_sum_mlp(x, m.drop_path2(m.ls2(m.mlp(m.norm2(x)))))
 
     edits.forward(m, forward)
 
@@ -130,7 +130,7 @@ def _res_post_block(edits: Edits, m: Any) -> None:
     def forward(x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         z = m.attn(x, attn_mask=attn_mask, is_causal=is_causal)
         x = m.canonical_sum_attention(x, m.drop_path1(m.norm1(z)))
-        return m.canonical_sum_mlp(x, m.drop_path2(m.norm2(m.mlp(x))))  # type: ignore[no-any-return]
+        return m.canonical_sum_mlp(x, m.drop_path2(m.norm2(m.mlp(x))))
 
     edits.forward(m, forward)
 
@@ -140,11 +140,11 @@ def _parallel_things_block(edits: Edits, m: Any) -> None:
 
     def attend(branch: Any, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         z = branch.attn(branch.norm(x), attn_mask=attn_mask, is_causal=is_causal)
-        return branch.drop_path(branch.ls(z))  # type: ignore[no-any-return]
+        return branch.drop_path(branch.ls(z))
 
     def forward(x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         x = m.canonical_sum_attention(x, *(attend(branch, x, attn_mask, is_causal) for branch in m.attns))
-        return m.canonical_sum_mlp(x, *(branch(x) for branch in m.ffns))  # type: ignore[no-any-return]
+        return m.canonical_sum_mlp(x, *(branch(x) for branch in m.ffns))
 
     edits.forward(m, forward)
 
@@ -173,7 +173,7 @@ def _parallel_scaling_block(edits: Edits, m: Any) -> None:
             z = m.out_proj(torch.cat((attended, hidden), dim=-1))
         else:
             z = m.canonical_sum_branches(m.attn_out_proj(attended), m.mlp_out_proj(hidden))
-        return m.canonical_sum(x, m.drop_path(m.ls(z)))  # type: ignore[no-any-return]
+        return m.canonical_sum(x, m.drop_path(m.ls(z)))
 
     edits.forward(m, forward)
 
@@ -187,7 +187,7 @@ def _glu_mlp(edits: Edits, m: Any) -> None:
     def forward(x: Tensor) -> Tensor:
         first, second = m.fc1(x).chunk(2, dim=m.chunk_dim)
         signal, gate = (first, m.act(second)) if m.gate_last else (second, m.act(first))
-        return m.drop2(m.fc2(m.norm(m.drop1(m.canonical_gate(signal, gate)))))  # type: ignore[no-any-return]
+        return m.drop2(m.fc2(m.norm(m.drop1(m.canonical_gate(signal, gate)))))
 
     edits.forward(m, forward)
 
@@ -197,7 +197,7 @@ def _swiglu(edits: Edits, m: Any) -> None:
 
     def forward(x: Tensor) -> Tensor:
         z = m.canonical_gate(m.fc1_x(x), m.act(m.fc1_g(x)))
-        return m.drop2(m.fc2(m.norm(m.drop1(z))))  # type: ignore[no-any-return]
+        return m.drop2(m.fc2(m.norm(m.drop1(z))))
 
     edits.forward(m, forward)
 
@@ -248,7 +248,7 @@ def _embed_positions(m: Any, tokens: tuple[str, ...]) -> Any:
             x = prefix(m.canonical_position(x, position))
         else:
             x = m.canonical_position(prefix(x), position)
-        return m.pos_drop(x)  # type: ignore[no-any-return]
+        return m.pos_drop(x)
 
     return embed
 
@@ -257,7 +257,7 @@ def _pool(m: Any) -> Any:
     def pool(x: Tensor, pool_type: str | None = None) -> Tensor:
         if pool_type not in (None, m.global_pool):
             raise ValueError(f"this VisionTransformer pools by {m.global_pool!r}, not by {pool_type!r}")
-        return m.canonical_pool(x if m.pool_include_prefix else x[:, m.num_prefix_tokens :])  # type: ignore[no-any-return]
+        return m.canonical_pool(x if m.pool_include_prefix else x[:, m.num_prefix_tokens :])
 
     return pool
 
@@ -267,7 +267,7 @@ def _distilled_head(m: Any) -> Any:
         first, second = m.head_drop(x[:, 0]), m.head_drop(x[:, 1])
         if not pre_logits:
             first, second = m.head(first), m.head_dist(second)
-        return m.canonical_mean(torch.stack((first, second), dim=1))  # type: ignore[no-any-return]
+        return m.canonical_mean(torch.stack((first, second), dim=1))
 
     return forward_head
 

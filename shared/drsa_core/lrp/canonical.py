@@ -155,7 +155,7 @@ SMALLEST = 1e-30
 
 
 def by_contribution(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`function(*inputs)`, which is linear in each input, under LRP-0: R_i = x_i ⊙ ∂z/∂x_i · (R ⊘ z) (Note A).
+    """z = `function(*inputs)`, linear in each input, under LRP-0: R_i = x_i ⊙ ∂z/∂x_i · (R ⊘ z) (Note A).
 
     Inputs that need no gradient are constants. Where the gradient of z by its inputs is one of z's own making
     (a factor held constant, halves for two factors), relevance follows that gradient.
