@@ -27,6 +27,10 @@ class CanonicalPart(nn.Module):
 
     keeps: str = BIASES
 
+    def rule(self) -> str | None:
+        """How it carries relevance, where there is more than one way; part of a `Provenance`."""
+        return None
+
 
 def keeps_relevance(model: nn.Module) -> bool:
     """Whether there is a `CanonicalPart` in the model, so that it is to be counted what is kept."""

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 timm = pytest.importorskip("timm")
 pytest.importorskip("zennit")
 
+from timm.layers import Attention  # noqa: E402, isort: skip
+
 layers, vit = timm.layers, timm.models.vision_transformer
+
+
+class GatedAttention(Attention):  # type: ignore[misc]
+    """timm's attention with a gate; `VisionTransformer` has no option for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, gated=True)
+
 
 _SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2}
 # What the literal transcription knows.
@@ -35,7 +45,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "unbiased ParallelScalingBlock": {"block_fn": vit.ParallelScalingBlock, "qkv_bias": False},
     "ParallelThingsBlock": {"block_fn": vit.ParallelThingsBlock, "init_values": 0.5},
     "SwiGLU": {"mlp_layer": layers.SwiGLU, "scale_mlp_norm": True, "scale_attn_norm": True},
-    "gated attention": {"attn_layer": partial(layers.Attention, gated=True)},
+    "gated attention": {"attn_layer": GatedAttention},
     "maximum": {"global_pool": "max"},
     "average and maximum": {"global_pool": "avgmax"},
     "any size": {"dynamic_img_size": True},

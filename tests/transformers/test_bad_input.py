@@ -99,8 +99,10 @@ def test_arguments():
     with pytest.raises(ValueError, match=r"gamma_above=0\.1 needs the concept layer"):
         TransformerGamma(gamma_above=0.1)
     model = small()
+    before = model_state(model)
     with pytest.raises(ValueError, match=r"gamma names blocks\.7"):
         TransformerGamma({"": 0.1, "blocks.7": 0.0}).register(model)
+    assert model_state(model) == before
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ class Skipping(nn.Module):
 
 def test_a_family_is_one_new_file(tmp_path, monkeypatch):
     torch.manual_seed(0)
-    model, x = Skipping(), torch.rand(2, 4)
+    model, x = Skipping().eval(), torch.rand(2, 4)
     refused(model, "no transformer in this Skipping")
     (tmp_path / "transformer_skipping.py").write_text(FAMILY)
     monkeypatch.setattr(zennit_drsa.models, "__path__", [*zennit_drsa.models.__path__, str(tmp_path)])

@@ -16,7 +16,13 @@ from .models import OTHERS, WRITTEN_OUT, distilled, pictures, small
 from drsa_core import Explanation, Subspaces  # isort: skip
 from zennit.attribution import Gradient  # isort: skip
 from zennit.composites import EpsilonPlus  # isort: skip
-from zennit_drsa import DisentangledAttributor, TransformerCanonizer, TransformerGamma, doctor  # isort: skip
+from zennit_drsa import (  # isort: skip
+    DisentangledAttributor,
+    DisentangledComposite,
+    TransformerCanonizer,
+    TransformerGamma,
+    doctor,
+)
 
 READINGS = ("constant", "attnlrp")
 
@@ -28,10 +34,9 @@ def subspaces(n_features: int = 12, k: int = 4, dtype: torch.dtype = torch.float
 
 
 def explained(model: Any, composite: Any, x: Tensor, layer: str = "blocks.0") -> Explanation:
-    width = model.embed_dim
-    attributor = DisentangledAttributor(
-        Gradient(model, composite), layer, subspaces(width, dtype=x.dtype), channel_dim=-1
-    )
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    concepts = subspaces(model.embed_dim, dtype=dtype)
+    attributor = DisentangledAttributor(Gradient(model, composite), layer, concepts, channel_dim=-1)
     return attributor.explain(x, 3)
 
 
@@ -103,6 +108,25 @@ def test_maps_add_up_in_float32_for_every_batch_size(n, reading):
     # An image alone is the same image in a batch.
     alone = explained(model, TransformerGamma(0.1, reading), x[:1], "blocks.1")
     assert close(found.maps[:1], alone.maps, 1e-4)
+
+
+def test_a_filter_of_one_concept_gives_its_map():
+    model, x = small(), pictures()
+    maps = explained(model, TransformerGamma(0.1, "attnlrp"), x).maps
+    for k in range(4):
+        composite = DisentangledComposite(
+            TransformerGamma(0.1, "attnlrp"), "blocks.0", subspaces(), k, channel_dim=-1
+        )
+        with Gradient(model, composite) as attributor:
+            _, part = attributor(x, lambda output: output.detach() * torch.eye(5, dtype=torch.float64)[3])
+        assert close(part, maps[:, k])
+
+
+def test_readings_of_attention_have_their_own_provenance():
+    model, x = small(), pictures()
+    methods = {explained(model, TransformerGamma(0.1, reading), x).provenance.method for reading in READINGS}
+    assert len(methods) == 2
+    assert all(any(f"attention={reading}" in str(method) for method in methods) for reading in READINGS)
 
 
 def test_fused_attention_is_opened():
@@ -179,6 +203,10 @@ def test_half_precision_is_finite_and_close(dtype, reading):
         _, relevance = attributor(x, lambda output: output.detach() * start)
     assert relevance.dtype == dtype
     assert torch.isfinite(relevance).all()
+    found = explained(model, TransformerGamma(0.1, reading), x)
+    assert torch.isfinite(found.maps).all()
+    total = found.maps.float().sum(1)
+    assert torch.cosine_similarity(total.flatten(), relevance.float().flatten(), dim=0) >= 0.98
     # bfloat16 has 8 bits; some fifty roundings lie between the logit and a pixel.
     similarity = torch.cosine_similarity(relevance.float().flatten(), whole.flatten(), dim=0)
     assert float(similarity) >= 0.98

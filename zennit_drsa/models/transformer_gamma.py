@@ -74,6 +74,14 @@ class TransformerGamma(Composite):  # type: ignore[misc]
         """Whether there is a transformer in the model that has a canonizer; `doctor` asks."""
         return TransformerCanonizer.suits(model)
 
+    def register(self, module: nn.Module) -> None:
+        """Canonize the model and attach the rules; on an error, leave the model as it was."""
+        try:
+            super().register(module)
+        except BaseException:
+            self.remove()
+            raise
+
     def _mapping(self, ctx: dict[str, Any], name: str, module: nn.Module) -> Hook | None:
         if "above" not in ctx:  # the root comes first
             ctx.update(above=modules_above(self._above_layer, module), is_first=True)

@@ -95,6 +95,10 @@ class AttentionProduct(CanonicalPart):
         self.reading, self.scale = reading, scale
         self.keeps = BIASES if self.is_constant else "softmax"
 
+    def rule(self) -> str:
+        """The reading."""
+        return f"attention={self.reading}"
+
     @property
     def is_constant(self) -> bool:
         """Whether the weights are constants."""
@@ -127,6 +131,10 @@ class GateProduct(CanonicalPart):
     def __init__(self, reading: str) -> None:
         super().__init__()
         self.reading = reading
+
+    def rule(self) -> str:
+        """The reading of attention, which is that of gates as well."""
+        return f"attention={self.reading}"
 
     def forward(self, signal: Tensor, gate: Tensor) -> Tensor:
         """The product of two tensors of one shape."""
