@@ -39,12 +39,12 @@ def main() -> None:
         return output.detach() * nn.functional.one_hot(output.detach().argmax(1), output.shape[1])
 
     def gradient() -> Tensor:
-        return Gradient(model)(x, start)[1]  # type: ignore[no-any-return]
+        return Gradient(model)(x, start)[1]
 
     def one_map(composite: TransformerGamma) -> Callable[[], Tensor]:
         def run() -> Tensor:
             with Gradient(model, composite) as attributor:
-                return attributor(x, start)[1]  # type: ignore[no-any-return]
+                return attributor(x, start)[1]
 
         return run
 
@@ -54,7 +54,7 @@ def main() -> None:
 
         def run() -> Tensor:
             with attributor:
-                return attributor(x, start)[1]  # type: ignore[no-any-return]
+                return attributor(x, start)[1]
 
         return run
 
@@ -65,7 +65,10 @@ def main() -> None:
         runs |= {f"one {reading} {gamma}": one_map(composite), f"K {reading} {gamma}": all_maps(composite)}
     seconds = {k: statistics.median(v) for k, v in seconds_in_turn(runs, options.repeats).items()}
     where = f"{options.images} image(s) of {options.size}×{options.size}, {options.layer}"
-    print(f"{options.model}, {where}, {torch.get_num_threads()} thread(s), median of {options.repeats}; ", end="")
+    print(
+        f"{options.model}, {where}, {torch.get_num_threads()} thread(s), median of {options.repeats}; ",
+        end="",
+    )
     print(f"a plain gradient takes {seconds['gradient']:.3f} s\n")
     print(f"| attention | γ | one map | × gradient | K = {options.concepts} maps | × one map |")
     print("|---|---|---|---|---|---|")
