@@ -73,12 +73,8 @@ def transformer_families() -> list[Family]:
 
 
 def _networks(root_module: nn.Module) -> list[tuple[Family, nn.Module]]:
-    return [
-        (family, module)
-        for module in root_module.modules()
-        for family in transformer_families()
-        if family.is_network(module)
-    ]
+    families = transformer_families()
+    return [(f, module) for module in root_module.modules() for f in families if f.is_network(module)]
 
 
 def _refusal(root: nn.Module) -> str:
