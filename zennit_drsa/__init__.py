@@ -11,6 +11,8 @@ from .models.convnet import ConvNetGamma
 from .models.nfnet import NFNetGamma
 from .models.timm import TimmCanonizer
 from .models.torchvision import TorchvisionCanonizer
+from .models.transformer import TransformerCanonizer
+from .models.transformer_gamma import TransformerGamma
 from .models.vgg import VGGGamma
 from .zennit_pairs import collect
 
@@ -24,6 +26,8 @@ __all__ = [
     "SubspaceFilter",
     "TimmCanonizer",
     "TorchvisionCanonizer",
+    "TransformerCanonizer",
+    "TransformerGamma",
     "VGGGamma",
     "VirtualLayer",
     "collect",

@@ -31,6 +31,8 @@ from zennit.rules import (
     ZPlus,
 )
 
+from .kept import CanonicalPart
+
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 # Rules that modify gradients; every other Zennit rule passes relevance in the gradient's place.
@@ -94,6 +96,10 @@ def describe_rules(model: nn.Module) -> str:
         parameters = {key: value for key, value in vars(hook).items() if not _is_working_state(key)}
         feed(digest, [names[module], type(hook).__qualname__, parameters])
         kinds.append(type(hook).__name__)
+    for module, name in names.items():
+        if isinstance(module, CanonicalPart) and (rule := module.rule()) is not None:
+            feed(digest, [name, rule])
+            kinds.append(rule)
     return f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else ""
 
 

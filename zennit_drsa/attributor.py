@@ -216,7 +216,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             self._check_start(step.output, start)
             state = torch.get_rng_state()
             maps = self._maps(input, start)[1].movedim(0, 1)
-            by_itself = self._whole(input, start, state) if whole else None
+            by_itself, kept = self._whole_and_kept(input, start, state) if whole else (None, None)
             check_finite(maps, self.model, input, start)
             integrates = isinstance(self.attributor, IntegratedGradients)
             return Explanation(
@@ -229,6 +229,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
                 losses=Losses(step.lost, step.share_around),
                 adds_up_by_pixel=not self._in_two_steps,
                 is_relevance=integrates or holds_relevance(self.model, self.slot),
+                kept=kept,
             )
 
         return self._registered(explanation, single_input(input))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -96,6 +96,46 @@ class AboveLayer:
 def modules_above(above: AboveLayer | None, root: nn.Module) -> frozenset[nn.Module]:
     """The modules above the concept layer; none if no layer is named."""
     return frozenset() if above is None else above.modules(root)
+
+
+class GammaByName:
+    """γ by the name of a module, for it and all inside it; the longest name counts.
+
+    Parameters
+    ----------
+    gamma : float or mapping of str to float
+        One for the whole model, or a mapping with an entry for it, "".
+    above : AboveLayer, optional
+        What holds above the concept layer instead.
+    """
+
+    def __init__(self, gamma: float | Mapping[str, float], above: AboveLayer | None = None) -> None:
+        self._gammas = dict(gamma) if isinstance(gamma, Mapping) else {"": gamma}
+        for name, value in self._gammas.items():
+            checked_number(f"gamma[{name!r}]" if isinstance(gamma, Mapping) else "gamma", value)
+        if "" not in self._gammas:
+            raise ValueError(
+                'gamma must have an entry for the whole model, "", for layers that no other name covers; got '
+                f"{self._gammas}"
+            )
+        self._above = above
+
+    def check_names(self, root: nn.Module) -> None:
+        """Raise if a name is not that of a module of the model."""
+        unknown = self._gammas.keys() - {name for name, _ in root.named_modules()}
+        if unknown:
+            raise ValueError(
+                f"gamma names {', '.join(sorted(unknown))}, which this {type(root).__name__} does not have; "
+                "names are those of model.named_modules()"
+            )
+
+    def of(self, name: str, is_above: bool) -> float:
+        """γ of the module with this name."""
+        if is_above and self._above is not None:
+            return self._above.gamma
+        while name not in self._gammas:
+            name = name.rpartition(".")[0]
+        return self._gammas[name]
 
 
 def _check_bounds(low: Bound, high: Bound) -> None:

@@ -14,11 +14,12 @@ from drsa_core.explainer import Explainer
 from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, filter_context
 from drsa_core.target import Target
 from torch import Tensor, nn
-from zennit.attribution import Attributor, IntegratedGradients, Occlusion, SmoothGrad
+from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.core import Composite
 
 from ._zennit import describe_method, holds_relevance
 from .explained import AttrOutput, ScoreOf
+from .kept import KeptRelevance, keeps_relevance
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
 
 
@@ -52,6 +53,18 @@ class ConceptMaps(Explainer):
         torch.set_rng_state(state)
         whole: Tensor = self.attributor.forward(input.clone(), start)[1].detach()
         return whole
+
+    def _whole_and_kept(
+        self, input: Tensor, start: AttrOutput, state: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """The map of the wrapped attributor, and what does not reach it, where that can be told (`kept`)."""
+        in_one_pass = type(self.attributor) is Gradient and holds_relevance(self.model, self.slot)
+        if not (in_one_pass and keeps_relevance(self.model)):
+            return self._whole(input, start, state), None
+        kept = KeptRelevance(len(input))
+        with kept.measured(self.model):
+            whole = self._whole(input, start, state)
+        return whole, kept.by_label()
 
     def _maps(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         attributor = self.attributor

@@ -6,6 +6,9 @@ A new family is one new file there. It may define
   chooses from;
 * its canonizer, a `NetworkCanonizer` that says what it `suits`, and its composite, under
   `zennit.composites.register_composite`.
+
+A new family of transformers is one file `transformer_….py` that defines `FAMILY`; see
+`models/transformer_family.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,6 +53,9 @@ class Explanation:
         in total only (Integrated Gradients, Shapley values; Note B).
     is_relevance : bool
         Whether the maps hold relevance, whose sum is a part of the score, rather than gradients.
+    kept : mapping of str to tensor of shape (N,), or None
+        Relevance that does not reach the input, by what keeps it: position embeddings, class and register
+        tokens, biases. With the sum of `whole` it is the score. None if it was not measured.
     """
 
     maps: Tensor
@@ -63,6 +67,7 @@ class Explanation:
     losses: Losses
     adds_up_by_pixel: bool
     is_relevance: bool
+    kept: Mapping[str, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.maps)
@@ -85,7 +90,23 @@ class Explanation:
             share_of_score=float(of_maps.sum() / self.score.double().sum()) if relevance else None,
             on_zero_activations=self.losses.on_zero_activations,
             around_the_layer=self.losses.around_the_layer,
+            kept=None
+            if self.kept is None
+            else {
+                name: float(part.double().sum() / self.score.double().sum())
+                for name, part in self.kept.items()
+            },
+            unaccounted=self._unaccounted(),
         )
+
+    def _unaccounted(self) -> float | None:
+        """What is left of the score without the input's relevance and what is kept, over the score."""
+        if self.kept is None or self.whole is None:
+            return None
+        rest = self.score.double() - self.whole.double().flatten(1).sum(1)
+        for part in self.kept.values():
+            rest = rest - part.double()
+        return float(rest.abs().sum() / self.score.double().abs().sum().clamp(min=_TINY))
 
 
 @dataclass(frozen=True)
@@ -99,8 +120,8 @@ class Certificate:
     maps_to_whole : float or None
         Largest difference between Σ_k maps and the whole map in a pixel, over the largest value of the whole.
     maps_to_layer : float or None
-        Largest difference between Σ_p R_pk and R_k at the layer, over the largest R_k: what biases and
-        stabilisers below the layer keep, or a path integral misses.
+        Largest difference between Σ_p R_pk and R_k at the layer, over the largest R_k: what biases,
+        stabilisers, position embeddings and learned tokens below the layer keep, or a path integral misses.
     layer_to_score : float or None
         Difference between Σ_k R_k and the score, over the score: what biases and stabilisers above the layer
         keep, and what goes around it.
@@ -108,6 +129,11 @@ class Certificate:
         Sum of all maps over the score.
     on_zero_activations, around_the_layer : float or None
         As in `Losses`.
+    kept : dict or None
+        Share of the score that does not reach the input, by what keeps it.
+    unaccounted : float or None
+        What is left of the score without the sum of the whole map and what is kept, over the score: relevance
+        that got lost where no rule explains it.
     """
 
     is_complete: bool
@@ -117,6 +143,8 @@ class Certificate:
     share_of_score: float | None
     on_zero_activations: float
     around_the_layer: float | None
+    kept: dict[str, float] | None = None
+    unaccounted: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers by name."""
@@ -124,6 +152,11 @@ class Certificate:
 
     def __str__(self) -> str:
         complete = "complete" if self.is_complete else "not complete: maps miss what lies outside"
+        kept = [f"kept by {name}: {_shown(share)} of the score" for name, share in (self.kept or {}).items()]
+        if self.unaccounted is not None:
+            kept.append(
+                f"score without the whole map and what is kept: {_shown(self.unaccounted)} of the score"
+            )
         return "\n".join(
             [
                 f"subspaces: {complete}",
@@ -133,6 +166,7 @@ class Certificate:
                 f"sum of all maps: {_shown(self.share_of_score)} of the score",
                 f"lost on zero activations: {_shown(self.on_zero_activations)}",
                 f"goes around the layer: {_shown(self.around_the_layer)}",
+                *kept,
             ]
         )
 

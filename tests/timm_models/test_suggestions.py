@@ -98,7 +98,6 @@ CANONIZERS = {
 OTHERWISE = {
     "torchvision vit": (lambda: tv.VisionTransformer(64, 16, 1, 2, 32, 64, num_classes=10), "attention"),
     "swin": (lambda: tv.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [4, 4], num_classes=10), "attention"),
-    "timm vit": (lambda: timm.create_model("test_vit", img_size=64, num_classes=10), "attention"),
     "encoder": (transformer, "attention"),
     "mixer": (
         lambda: timm.models.MlpMixer(10, img_size=64, patch_size=32, num_blocks=1, embed_dim=32),

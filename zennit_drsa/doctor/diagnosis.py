@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..kept import BIASES
+
 
 @dataclass(frozen=True)
 class LayerRelevance:
@@ -17,6 +19,7 @@ class LayerRelevance:
     handed_down: float
     magnitude: float
     has_bias: bool
+    keeps: str = BIASES
 
     @property
     def lost(self) -> float:
@@ -43,6 +46,9 @@ class Diagnosis:
     lost_in_layers_with_bias, lost_in_other_layers : float
         Share of the relevance that stayed in layers under a rule: in biases (and stabilisers); in stabilisers
         alone.
+    kept : dict
+        Share of the relevance that stayed in parts of a canonical form, by what they are: position
+        embeddings, prefix tokens, softmax.
     logit_change : float
         Largest change of an output by canonization, relative to the largest output.
     training : list of str
@@ -63,6 +69,7 @@ class Diagnosis:
     logit_change: float
     training: list[str]
     suggestion: str | None = field(default=None)
+    kept: dict[str, float] = field(default_factory=dict)
 
     @property
     def in_training(self) -> bool:
@@ -112,6 +119,7 @@ class Diagnosis:
         lines.append(f"| change of the logits by canonization | {self.logit_change:.1e} |")
         lines.append(f"| share lost in layers with a bias | {self.lost_in_layers_with_bias:.2%} |")
         lines.append(f"| share lost to stabilisers elsewhere | {self.lost_in_other_layers:.2%} |")
+        lines += [f"| share kept by {name} | {share:.2%} |" for name, share in self.kept.items()]
         if self.suggestion:
             lines += ["", f"Suggestion: {self.suggestion}"]
         own = [layer for layer in self.layers if layer.rule or (layer.name or "(model)") in self.drift]

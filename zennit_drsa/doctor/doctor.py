@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from drsa_core.layer import eager
 from torch import Tensor, nn
 from zennit.core import Composite
 
+from ..kept import BIASES
 from .diagnosis import Diagnosis, LayerRelevance
 from .examination import Examination, examine
 from .remedies import suggest
@@ -101,6 +103,11 @@ def _conclude(examination: Examination, training: list[str]) -> Diagnosis:
     found = {layer.name: layer for layer in layers}
     ruled = [layer for layer in layers if layer.rule and not _has_ruled_ancestor(layer.name, found)]
     scale = abs(examination.relevance) or 1.0
+    biased = [layer for layer in ruled if layer.keeps == BIASES]
+    kept: Counter[str] = Counter()
+    for layer in ruled:
+        if layer.keeps != BIASES:
+            kept[layer.keeps] += layer.lost / scale  # type: ignore[assignment]
     drift: dict[str, float] = {}
     without_rule: dict[str, str] = {}
     for layer in layers:
@@ -130,8 +137,9 @@ def _conclude(examination: Examination, training: list[str]) -> Diagnosis:
         without_rule=list(without_rule.values()),
         non_finite=examination.non_finite,
         drift=drift,
-        lost_in_layers_with_bias=sum(layer.lost for layer in ruled if layer.has_bias) / scale,
-        lost_in_other_layers=sum(layer.lost for layer in ruled if not layer.has_bias) / scale,
+        lost_in_layers_with_bias=sum(layer.lost for layer in biased if layer.has_bias) / scale,
+        lost_in_other_layers=sum(layer.lost for layer in biased if not layer.has_bias) / scale,
+        kept=dict(kept),
         logit_change=examination.logit_change,
         training=training,
     )

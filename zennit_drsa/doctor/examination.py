@@ -15,6 +15,7 @@ from zennit.core import Composite
 from .._zennit import hooks_on, take_hooks_off
 from ..canonizer import is_merged
 from ..composite import GuardedComposite
+from ..kept import BIASES, CanonicalPart
 from .diagnosis import LayerRelevance
 from .operations import OperationTrace, tensors
 
@@ -71,7 +72,8 @@ def _examine(
         rules = {module: rule for module in modules if (rule := _rule(module)) is not None}
         replaced = {m for m in modules if "forward" in vars(m) and m not in own_forward}
         # A layer whose canonical form has a rule of its own, such as layer norm.
-        rules |= {m: "canonical form" for m in replaced - rules.keys() if _is_affine_leaf(m)}
+        own = {m for m in modules if isinstance(m, CanonicalPart) or (m in replaced and _is_affine_leaf(m))}
+        rules |= dict.fromkeys(own - rules.keys(), "canonical form")
 
         watch = _Watch()
         watch.attach(modules)
@@ -135,6 +137,7 @@ class _Watch:
                 float(self.handed_down[module]),
                 float(self.magnitude[module]),
                 getattr(module, "bias", None) is not None,
+                module.keeps if isinstance(module, CanonicalPart) else BIASES,
             )
             for module in self.order
             if module in self.received

@@ -12,7 +12,7 @@ from zennit.core import Composite, Hook
 from zennit.types import Convolution
 
 from .._zennit import rule_for_others
-from ..composite_options import AboveLayer, Bound, Channels, checked_number, input_bounds, modules_above
+from ..composite_options import AboveLayer, Bound, Channels, GammaByName, input_bounds, modules_above
 from ..families import FamilyCanonizer
 from ..rules import GeneralizedGamma, PixelBox
 
@@ -65,43 +65,20 @@ class ConvNetGamma(Composite):  # type: ignore[misc]
         stabilizer: float = 1e-6,
         canonizers: Sequence[Canonizer] | None = None,
     ) -> None:
-        gammas = dict(gamma) if isinstance(gamma, Mapping) else {"": gamma}
-        for name, value in gammas.items():
-            checked_number(f"gamma[{name!r}]" if isinstance(gamma, Mapping) else "gamma", value)
-        if "" not in gammas:
-            raise ValueError(
-                'gamma must have an entry for the whole model, "", for layers that no other name covers; got '
-                f"{gammas}"
-            )
         bounds = input_bounds(low, high, mean, std)
         self._first = None if bounds is None else PixelBox(*bounds, stabilizer)
-        self._gammas, self._stabilizer = gammas, stabilizer
-        self._above_layer = AboveLayer.of(layer, gamma_above)
+        self._stabilizer, self._above_layer = stabilizer, AboveLayer.of(layer, gamma_above)
+        self._gammas = GammaByName(gamma, self._above_layer)
         super().__init__(self._mapping, [FamilyCanonizer()] if canonizers is None else list(canonizers))
 
     def _mapping(self, ctx: dict[str, Any], name: str, module: nn.Module) -> Hook | None:
         if "above" not in ctx:  # the root comes first
             ctx.update(above=modules_above(self._above_layer, module), is_first=True)
-            self._check_names(module)
+            self._gammas.check_names(module)
         if not isinstance(module, Convolution | nn.Linear):
             return rule_for_others(module, self._stabilizer)
         is_first, ctx["is_first"] = ctx["is_first"], False
         if is_first and self._first is not None:
             return self._first
-        gamma = 0.0 if isinstance(module, nn.Linear) else self._gamma(name, module in ctx["above"])
+        gamma = 0.0 if isinstance(module, nn.Linear) else self._gammas.of(name, module in ctx["above"])
         return GeneralizedGamma(gamma, threshold=0.0, stabilizer=self._stabilizer)
-
-    def _gamma(self, name: str, is_above: bool) -> float:
-        if is_above and self._above_layer is not None:
-            return self._above_layer.gamma
-        while name not in self._gammas:
-            name = name.rpartition(".")[0]
-        return self._gammas[name]
-
-    def _check_names(self, root: nn.Module) -> None:
-        unknown = self._gammas.keys() - {name for name, _ in root.named_modules()}
-        if unknown:
-            raise ValueError(
-                f"gamma names {', '.join(sorted(unknown))}, which this {type(root).__name__} does not have; "
-                "names are those of model.named_modules()"
-            )

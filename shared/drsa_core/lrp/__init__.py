@@ -4,11 +4,14 @@
 """
 
 from .canonical import (
+    SMALLEST,
     DropSmall,
     ModuleEdits,
     OverDenominator,
     PassRelevance,
     TimesInput,
+    at_least_single,
+    by_contribution,
     exchanged,
     parameters_of,
     passing,
@@ -17,11 +20,14 @@ from .canonical import (
 )
 
 __all__ = [
+    "SMALLEST",
     "DropSmall",
     "ModuleEdits",
     "OverDenominator",
     "PassRelevance",
     "TimesInput",
+    "at_least_single",
+    "by_contribution",
     "exchanged",
     "parameters_of",
     "passing",

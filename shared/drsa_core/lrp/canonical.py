@@ -111,14 +111,14 @@ class OverDenominator(torch.autograd.Function):
     K).
 
     The exit of a rule that is written as a graph of ordinary operations, which ends in the denominator d.
-    `stabilizer` is added to d with its sign.
+    `stabilizer` is added to d with its sign. In half precision 1 / d would overflow: it is kept in float32.
     """
 
     @staticmethod
     def forward(
         ctx: Any, denominator: Tensor, output: Tensor, threshold: float, stabilizer: float = 0.0
     ) -> Tensor:
-        d = denominator
+        d = at_least_single(denominator)
         if stabilizer:
             d = d + torch.where(d >= 0, stabilizer, -stabilizer).to(d.dtype)
         inverse = d.reciprocal()
@@ -128,7 +128,7 @@ class OverDenominator(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return relevance[0] * inverse, None, None, None
+        return (relevance[0] * inverse).to(relevance[0].dtype), None, None, None
 
 
 class DropSmall(torch.autograd.Function):
@@ -143,6 +143,27 @@ class DropSmall(torch.autograd.Function):
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (keep,) = ctx.saved_tensors
         return relevance[0] * keep, None
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """The tensor in float32 if it is in half precision, else as it is."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+SMALLEST = 1e-30
+"""Denominators of at most this size drop out where there is no other stabiliser; 1 / d is finite above it."""
+
+
+def by_contribution(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """z = `function(*inputs)`, linear in each input, under LRP-0: R_i = x_i ⊙ ∂z/∂x_i · (R ⊘ z) (Note A).
+
+    Inputs that need no gradient are constants. Where the gradient of z by its inputs is one of z's own making
+    (a factor held constant, halves for two factors), relevance follows that gradient.
+    """
+    if not any(x.requires_grad for x in inputs):
+        return function(*inputs)
+    z = function(*(TimesInput.apply(x, x.detach()) if x.requires_grad else x for x in inputs))
+    return OverDenominator.apply(z, z.detach(), SMALLEST)
 
 
 def passing(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,0 +1,184 @@
+"""What a family of transformers says about itself, and the edits that it may use to become canonical."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from drsa_core.lrp import ModuleEdits, passing_forward
+from torch import Tensor, nn
+
+from ..canonizer import kind
+from ..kept import CanonicalPart
+from .transformer_parts import linear_norm
+
+
+class Edits:
+    """Changes that bring a network into canonical form; the canonizer takes them back.
+
+    Attributes
+    ----------
+    reading : {"constant", "attnlrp"}
+        How attention is read; for `AttentionProduct` and `GateProduct`.
+    """
+
+    def __init__(self, edits: ModuleEdits, reading: str) -> None:
+        self._edits, self.reading = edits, reading
+
+    def attribute(self, module: nn.Module, name: str, value: object) -> None:
+        """Another attribute or method for one module."""
+        self._edits.attribute(module, name, value)
+
+    def forward(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
+        """Another forward for one module."""
+        self.attribute(module, "forward", forward)
+
+    def part(self, module: nn.Module, name: str, part: CanonicalPart) -> None:
+        """A canonical part as a child of a module, which is to call it as `module.canonical_<name>`."""
+        self._edits.child(module, f"canonical_{name}", part.train(module.training))
+
+    def linear_slices(self, module: nn.Module, linear: nn.Linear, **sizes: int) -> None:
+        """A linear layer as several, by the rows of its weight: children `canonical_<name>` of a module.
+
+        Queries, keys and values then have rules of their own, and none are computed for what gets no
+        relevance. The weights are views, not copies.
+        """
+        self.weight_slices(module, linear.weight, linear.bias, **sizes)
+
+    def weight_slices(self, module: nn.Module, weight: Tensor, bias: Tensor | None, **sizes: int) -> None:
+        """As `linear_slices`, of a weight (rows, columns) and a bias (rows,)."""
+        if sum(sizes.values()) != len(weight):
+            raise ValueError(
+                f"the projections {sizes} of a {type(module).__name__} do not fit its weight with "
+                f"{len(weight)} rows"
+            )
+        first = 0
+        for name, size in sizes.items():
+            rows = slice(first, first + size)
+            first += size
+            with torch.device("meta"):
+                part = nn.Linear(weight.shape[1], size, bias=bias is not None)
+            part.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
+            if bias is not None:
+                part.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+            self._edits.child(module, f"canonical_{name}", part.train(module.training))
+
+    def pass_relevance(self, module: nn.Module) -> None:
+        """R(z) = R(a) for an activation, layer scale or another function of each neuron by itself."""
+        self.forward(module, passing_forward(module))
+
+    def norm(self, module: nn.Module, is_centred: bool = True) -> None:
+        """Layer norm, or RMS norm if not centred, as a linear map with its deviation held constant."""
+        shape = getattr(module, "normalized_shape", (1,))
+        if not isinstance(shape, int) and len(shape) != 1:
+            raise ValueError(
+                f"a {type(module).__name__} over {len(shape)} axes has no canonical form here; supported are "
+                "norms over the features of a token"
+            )
+        self.forward(module, linear_norm(module, is_centred))
+
+
+Form: TypeAlias = Callable[[Edits, Any], None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Transformers of one kind. A new family is one file `models/transformer_….py` that defines `FAMILY`.
+
+    Attributes
+    ----------
+    name : str
+        As it is named to users.
+    library : str
+        The package that the classes in `forms` and `as_they_are` come from.
+    is_network : function
+        Whether a module is a network of this family.
+    forms : mapping of str to function
+        How a module becomes canonical, by the name of the class whose `forward` it runs: a function of
+        `Edits` and the module. Those in `COMMON_FORMS` need no entry.
+    as_they_are : frozenset of str
+        Classes that only call their children or move values.
+    """
+
+    name: str
+    library: str
+    is_network: Callable[[nn.Module], bool]
+    forms: Mapping[str, Form]
+    as_they_are: frozenset[str]
+
+    def canonize(self, network: nn.Module, edits: Edits) -> None:
+        """Bring every module of a network into canonical form.
+
+        Raises
+        ------
+        ValueError
+            If a module has none.
+        """
+        for name, module in list(network.named_modules()):
+            found = kind(module)
+            form = self._form(found)
+            if form is not None:
+                form(edits, module)
+            elif not self._stays(found):
+                known = sorted({*self.forms, *self.as_they_are})
+                raise ValueError(
+                    f"{name or 'the model'} is a {type(module).__name__}, for which TransformerCanonizer "
+                    f"knows no canonical form; of {self.name} it knows {', '.join(known)}, with "
+                    f"{', '.join(sorted(COMMON_FORMS))}"
+                )
+
+    def _form(self, found: type[nn.Module]) -> Form | None:
+        if self._is_from(found, self.library) and found.__name__ in self.forms:
+            return self.forms[found.__name__]
+        if self._is_from(found, self.library, "torch", "timm") and found.__name__ in COMMON_FORMS:
+            return COMMON_FORMS[found.__name__]
+        return None
+
+    def _stays(self, found: type[nn.Module]) -> bool:
+        is_torch = self._is_from(found, "torch") and found.__name__ in _TORCH_LAYERS
+        return is_torch or (self._is_from(found, self.library) and found.__name__ in self.as_they_are)
+
+    @staticmethod
+    def _is_from(found: type[nn.Module], *libraries: str) -> bool:
+        return found.__module__.partition(".")[0] in libraries
+
+
+def _norm(edits: Edits, module: nn.Module) -> None:
+    edits.norm(module)
+
+
+def _rms_norm(edits: Edits, module: nn.Module) -> None:
+    edits.norm(module, is_centred=False)
+
+
+def _pass(edits: Edits, module: nn.Module) -> None:
+    edits.pass_relevance(module)
+
+
+_ACTIVATIONS = (
+    *(
+        "GELU",
+        "GELUTanh",
+        "QuickGELU",
+        "ReLU",
+        "ReLU6",
+        "LeakyReLU",
+        "ELU",
+        "SELU",
+        "CELU",
+        "PReLU",
+        "Softplus",
+    ),
+    *("SiLU", "Swish", "Mish", "Hardswish", "HardSwish", "Hardsigmoid", "Tanh", "Sigmoid"),
+)
+COMMON_FORMS: Mapping[str, Form] = {
+    **dict.fromkeys(("LayerNorm", "LayerNormFp32"), _norm),
+    **dict.fromkeys(("RmsNorm", "RmsNormFp32", "RMSNorm"), _rms_norm),
+    **dict.fromkeys((*_ACTIVATIONS, "LayerScale", "DropPath"), _pass),
+}
+"""Modules whose canonical form is the same in every family."""
+
+# Layers that composites have rules for, containers, and identities in evaluation mode.
+_TORCH_LAYERS = ("Linear", "Conv2d", "Identity", "Sequential", "ModuleList", "Module", "Dropout")

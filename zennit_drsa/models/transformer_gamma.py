@@ -1,0 +1,108 @@
+"""`TransformerGamma`: LRP-γ for transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drsa_core.lrp import SMALLEST
+from torch import Tensor, nn
+from zennit.canonizers import Canonizer
+from zennit.composites import register_composite
+from zennit.core import Composite, Hook
+from zennit.types import Convolution
+
+from ..composite_options import AboveLayer, Bound, Channels, GammaByName, input_bounds, modules_above
+from ..families import composite
+from ..rules import BoundedInput, GeneralizedGamma
+from .transformer import TransformerCanonizer
+
+
+@register_composite("transformer_gamma")
+class TransformerGamma(Composite):  # type: ignore[misc]
+    """LRP for transformers: the generalised γ rule of Note K in linear layers.
+
+    All else is in `TransformerCanonizer`. With γ = 0 there are no forward passes but the model's own.
+
+    Parameters
+    ----------
+    gamma : float or mapping of str to float
+        γ ≥ 0 of linear layers: one for all, or by the name of a module, for it and all inside it; the longest
+        name counts, and "" is the whole model. `{"": 0.1, "blocks.8": 0}` is γ by depth.
+    attention : {"constant", "attnlrp"}
+        How relevance crosses attention, as in `TransformerCanonizer`.
+    mean, std : one number per input channel, optional
+        Normalisation of the input, which gives the bounds (0 − mean)/std and (1 − mean)/std of z^B.
+    low, high : tensor or float, optional
+        The bounds of z^B themselves, broadcastable to the input. Without bounds the patch embedding is a
+        linear layer like the others.
+    layer : str or module, optional
+        The concept layer. Linear layers above it, those that the model defines behind it, have `gamma_above`.
+    gamma_above : float, optional
+        γ above `layer`. Default: 0.
+    canonizers : sequence of Canonizer, optional
+        Applied after `TransformerCanonizer`, which is always there.
+
+    Examples
+    --------
+    >>> composite = TransformerGamma(attention="attnlrp")  # doctest: +SKIP
+    >>> attributor = Gradient(model, composite)  # doctest: +SKIP
+    >>> DisentangledAttributor(attributor, "blocks.8", subspaces, channel_dim=-1)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        gamma: float | Mapping[str, float] = 0.0,
+        attention: str = "constant",
+        *,
+        mean: Channels | None = None,
+        std: Channels | None = None,
+        low: Bound | None = None,
+        high: Bound | None = None,
+        layer: str | nn.Module | None = None,
+        gamma_above: float | None = None,
+        canonizers: Sequence[Canonizer] = (),
+    ) -> None:
+        bounds = input_bounds(low, high, mean, std)
+        self._first = None if bounds is None else BoundedInput(*bounds, threshold=SMALLEST)
+        self._above_layer = AboveLayer.of(layer, gamma_above)
+        self._gammas = GammaByName(gamma, self._above_layer)
+        super().__init__(self._mapping, [TransformerCanonizer(attention), *canonizers])
+
+    @classmethod
+    def suits(cls, model: nn.Module) -> bool:
+        """Whether there is a transformer in the model that has a canonizer; `doctor` asks."""
+        return TransformerCanonizer.suits(model)
+
+    def register(self, module: nn.Module) -> None:
+        """Canonize the model and attach the rules; on an error, leave the model as it was."""
+        try:
+            super().register(module)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _mapping(self, ctx: dict[str, Any], name: str, module: nn.Module) -> Hook | None:
+        if "above" not in ctx:  # the root comes first
+            ctx.update(above=modules_above(self._above_layer, module), is_first=True)
+            self._gammas.check_names(module)
+        if not isinstance(module, Convolution | nn.Linear):
+            return None
+        is_first, ctx["is_first"] = ctx["is_first"], False
+        if is_first and self._first is not None:
+            return self._first
+        return GeneralizedGamma(self._gammas.of(name, module in ctx["above"]), threshold=SMALLEST)
+
+
+def _for_doctor(input: Tensor) -> TransformerGamma:
+    return TransformerGamma()
+
+
+REMEDIES = (
+    composite(
+        "zennit_drsa.TransformerGamma(), which has the canonizer and rules for transformers",
+        _for_doctor,
+        TransformerGamma.suits,
+        TransformerCanonizer,
+    ),
+)
