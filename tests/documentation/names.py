@@ -37,11 +37,13 @@ def names() -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, nfnet = small_vgg(), timm.create_model("test_nfnet", num_classes=1000).eval()
+        vit = timm.create_model("test_vit", num_classes=1000, img_size=32).eval()
         images: Tensor = torch.rand(2, 3, 32, 32)
     labels = torch.tensor([430, 430])
     return {
         "model": model,
         "nfnet": nfnet,
+        "vit": vit,
         "images": images,
         "labels": labels,
         "loader": [images],

@@ -45,9 +45,11 @@ class TransformerGamma(Composite):  # type: ignore[misc]
 
     Examples
     --------
-    >>> composite = TransformerGamma(attention="attnlrp")  # doctest: +SKIP
-    >>> attributor = Gradient(model, composite)  # doctest: +SKIP
-    >>> DisentangledAttributor(attributor, "blocks.8", subspaces, channel_dim=-1)  # doctest: +SKIP
+    >>> composite = TransformerGamma(attention="attnlrp")
+    >>> attributor = DisentangledAttributor(Gradient(vit, composite), "blocks.3", channel_dim=-1)
+    >>> attributor = attributor.fit(loader, target=430, solver=DRSA(4, random_state=0))
+    >>> tuple(attributor.explain(images, target=430).maps.shape)
+    (2, 4, 3, 32, 32)
     """
 
     def __init__(
