@@ -108,7 +108,7 @@ def train(
 ) -> nn.Sequential:
     """A small network trained with Adam on images minus 0.5, in eval mode.
 
-    Its logits are centred, of which a softmax sees nothing: what speaks against all others speaks for one.
+    Its logits are centred, of which a softmax sees nothing: evidence against all others is evidence for one.
     """
     model = small_cnn(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)

@@ -66,7 +66,7 @@ def checked_number(name: str, value: float) -> float:
 class AboveLayer:
     """γ of the layers above the concept layer: 0 in the paper's rules for VGG16 (Note D).
 
-    With a large γ above, the context c is close to a multiple of a: what speaks against the class is hidden,
+    With a large γ above, the context c is close to a multiple of a: evidence against the class is hidden,
     and DRSA finds what PCA-like methods find.
     """
 

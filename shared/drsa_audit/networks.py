@@ -112,7 +112,7 @@ def load_network(name: str, weights: str | Path | None = None) -> Network:
 def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
     """The network with LRP-γ of another γ in the convolutions above a layer, LRP-ε if it is 0.
 
-    The paper's rules for VGG16 have γ = 0 there (Note D); a large γ hides what speaks against the class.
+    The paper's rules for VGG16 have γ = 0 there (Note D); a large γ hides evidence against the class.
     """
     names = [name for name, _ in network.model.named_modules()]
     below = [i for i, name in enumerate(names) if name == layer or name.startswith(f"{layer}.")]

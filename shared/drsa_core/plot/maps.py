@@ -33,7 +33,7 @@ def concept_maps(
 ) -> Figure:
     """An image, its standard map R_p, the K concept maps R_pk and the residual R_p − Σ_k R_pk.
 
-    Red speaks for the prediction, blue against it. Each panel is headed by its total relevance R_k and its
+    Red counts for the prediction, blue against it. Each panel is headed by its total relevance R_k and its
     share of the whole; the line below says whether the parts add up.
 
     Parameters

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-#: Red speaks for the prediction, blue against it, white is zero.
+#: Red counts for the prediction, blue against it, white is zero.
 COLOURS = "seismic"
 #: The same two colours for bars and lines.
 FOR, AGAINST = "#c8102e", "#1f4ea1"

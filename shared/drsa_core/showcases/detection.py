@@ -17,7 +17,7 @@ from ..validation import ArrayLike, as_float_tensor, check_finite
 
 
 def rectified_relevance(relevance: Tensor) -> Tensor:
-    """How much each concept speaks for the class, shape (N, K): the paper's detection score (Note J.1).
+    """How much each concept counts for the class, shape (N, K): the paper's detection score (Note J.1).
 
     Parameters
     ----------

@@ -84,7 +84,7 @@ class RefinedModel(nn.Module):
         CH: the numbers of the concepts that are Clever Hans strategies.
     mean_relevance : tensor, shape (K,), or None
         E[R_k] over training images of the class, e.g. from `mean_relevance`. None subtracts the relevance R_k
-        itself, which also removes what the concept rightly has to say, and adds what speaks against it.
+        itself, which also removes what the concept rightly has to say, and adds the evidence against it.
 
     Notes
     -----

@@ -18,7 +18,7 @@ class PRCA(Estimator):
     """Principal relevant component analysis: max_U E[(Uᵀa)ᵀ(Uᵀc)] subject to UᵀU = I.
 
     The solution is the eigenvectors of Σ = E[acᵀ + caᵀ] with the largest *signed* eigenvalues: Σ is
-    indefinite, and a negative eigenvalue belongs to a direction that speaks against the prediction.
+    indefinite, and a negative eigenvalue belongs to a direction that counts against the prediction.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class PRCA(Estimator):
     --------
     >>> import torch
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
-    >>> c = torch.tensor([[1.0, 0.0], [0.0, -1.0]])      # the second direction is strong, but speaks against
+    >>> c = torch.tensor([[1.0, 0.0], [0.0, -1.0]])      # the second direction is strong, but counts against
     >>> PRCA(n_components=1).fit(a, c).eigenvalues_
     tensor([ 1., -3.], dtype=torch.float64)
     """
