@@ -232,6 +232,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             )
             and (self._own_context or self._takes_one_pass),
             is_relevance=bool(self.multiplies_by_inputs),
+            **self._at_positions(inputs, steps.activation, steps.context),
         )
 
     # ------------------------------------------------------------------ what is known without step 2

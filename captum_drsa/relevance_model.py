@@ -99,7 +99,7 @@ def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, 
 
 
 def as_tensors(request: Request, baselines: Any) -> list[Tensor]:
-    """Baselines of each input as tensors (1, …), (N, …) or (n_baselines, …); a number or None becomes (1, …)."""
+    """Baselines of each input as tensors (1, …), (N, …) or (n_baselines, …); 0 if there are none."""
     given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
     return [
         baseline.to(x)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .provenance import Provenance
 from .subspaces import Subspaces
+from .token_maps import TokenLayout, TokenMaps, arrange
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Explanation:
         in total only (Integrated Gradients, Shapley values; Note B).
     is_relevance : bool
         Whether the maps hold relevance, whose sum is a part of the score, rather than gradients.
+    position_relevance : tensor, shape (N, K, *positions), or None
+        R_k at each position of the layer: (N, K, T) of tokens, (N, K, h, w) of convolutions.
+    token_layout : TokenLayout or None
+        Where the tokens of the layer lie in the image, if that is known.
     """
 
     maps: Tensor
@@ -63,6 +68,26 @@ class Explanation:
     losses: Losses
     adds_up_by_pixel: bool
     is_relevance: bool
+    position_relevance: Tensor | None = None
+    token_layout: TokenLayout | None = None
+
+    @property
+    def token_maps(self) -> Tensor:
+        """R_k at the positions of the layer as pictures (N, K, h, w), without class and register tokens."""
+        return self.tokens().maps
+
+    def tokens(self, n_prefix: int | None = None, grid: tuple[int, int] | None = None) -> TokenMaps:
+        """`token_maps`, with what was dropped: how many tokens, and their share of the relevance.
+
+        Parameters
+        ----------
+        n_prefix, grid : int, pair of int, optional
+            Tokens before those of the image, and rows and columns of the rest. Default: as the model says,
+            or the largest grid of the image's shape.
+        """
+        if self.position_relevance is None:
+            raise ValueError("this explanation was made without the relevance of positions")
+        return arrange(self.position_relevance, self.token_layout, n_prefix, grid)
 
     def __len__(self) -> int:
         return len(self.maps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Target: TypeAlias = (
     "int | tuple[int, ...] | Tensor | np.ndarray[Any, Any] | Sequence[int] | Sequence[tuple[int, ...]]"
-    "| Callable[[Tensor], Tensor] | None"
+    "| Callable[[Any], Tensor] | None"
 )
 
 

@@ -179,9 +179,7 @@ def test_a_sentence_alone_is_the_same_sentence_in_a_batch(name: str) -> None:
     da = split(method(model, model.words))
     maps = da.attribute(ids, target=[0, 1, 2], additional_forward_args=(mask,), **options)
     for i in range(3):
-        alone = da.attribute(
-            ids[i : i + 1], target=i, additional_forward_args=(mask[i : i + 1],), **options
-        )
+        alone = da.attribute(ids[i : i + 1], target=i, additional_forward_args=(mask[i : i + 1],), **options)
         assert_same(alone, maps[i : i + 1])
 
 
@@ -234,8 +232,8 @@ def test_fit_on_batches_with_masks(method: Any) -> None:
         da = DisentangledAttribution(method(model), "first", None, "gradient", channel_dim=-1)
     inputs = ids
     if method is IntegratedGradients:  # embeddings are floating point, their masks are not
-        configure_interpretable_embedding_layer(model, "words")
-        inputs = model.words.indices_to_embeddings(ids).detach()
+        embedding = configure_interpretable_embedding_layer(model, "words")
+        inputs = embedding.indices_to_embeddings(ids).detach()
     da.fit([((inputs, mask), torch.tensor([0, 1, 2]))], "label", solver=DRSA(2, random_state=0), positions=2)
     assert da.subspaces is not None
     relevance = da.concept_relevance(inputs, [0, 1, 2], additional_forward_args=(mask,))
@@ -330,12 +328,12 @@ def test_layers_that_run_twice_or_return_no_tensor() -> None:
     model, ids = Pair().double(), sentences()[0]
     with pytest.raises(ValueError, match="'words' of the layer method runs more than once"):
         split(LayerGradientXActivation(model, model.words)).attribute((ids, ids), target=1)
-    with pytest.raises(TypeError, match="layer 'lstm' must return one tensor .* got tuple"):
+    with pytest.raises(TypeError, match=r"layer 'lstm' must return one tensor .* got tuple"):
         split(LayerGradientXActivation(model, model.lstm)).attribute((ids, ids), target=1)
 
 
 def test_options_that_have_no_meaning() -> None:
-    model, (ids, mask) = encoder(), sentences()
+    model, (ids, _) = encoder(), sentences()
     da = split(LayerIntegratedGradients(model, model.words))
     with pytest.raises(ValueError, match="attribute_to_layer_input=True cannot be split"):
         da.attribute(ids, target=1, attribute_to_layer_input=True)
@@ -345,7 +343,7 @@ def test_options_that_have_no_meaning() -> None:
         da.attribute(ids, target=1, baselines=TokenReferenceBase(MASK).generate_reference(5, "cpu"))
     with pytest.raises(TypeError, match="takes layer_baselines, of the layer's output, not baselines"):
         split(LayerFeatureAblation(model, model.words)).attribute(ids, target=1, baselines=MASK)
-    with pytest.raises(TypeError, match="needs floating-point inputs.* layer method on the embedding"):
+    with pytest.raises(TypeError, match=r"needs floating-point inputs.* layer method on the embedding"):
         split(IntegratedGradients(model)).attribute(ids, target=1)
     with pytest.raises(TypeError, match="has no contexts for token numbers"):
         split(LayerIntegratedGradients(model, model.words), "lrp").attribute(ids, target=1)
@@ -382,9 +380,7 @@ def test_a_layer_context_works_on_the_network_s_own_inputs() -> None:
 def test_random_subspaces_of_a_layer_method_are_complete() -> None:
     """`collect` of token numbers: the contexts of the loader are those of `context`."""
     model, (ids, mask) = encoder(), sentences()
-    da = DisentangledAttribution(
-        LayerGradientXActivation(model, model.words), "first", None, channel_dim=-1
-    )
+    da = DisentangledAttribution(LayerGradientXActivation(model, model.words), "first", None, channel_dim=-1)
     pairs = da.collect([(ids, mask)[:1]], 1, positions=None)
     a, c = da.context(ids, 1)
     assert_same(pairs.a, a.reshape(-1, D))
