@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from captum.attr import LayerIntegratedGradients
 from drsa_core import DRSA, Explanation, Pairs, plot
-from drsa_core.solvers.estimator import learn_subspaces
 from torch import Tensor, nn
 
 from captum_drsa import DisentangledAttribution
@@ -172,8 +171,7 @@ def main() -> None:
     ids, mask = tokenize(tokenizer, EVERYDAY)
     of_partner = vectors(model, ids, mask).view(-1, 2, 384).flip(1).reshape(-1, 384)
     pairs = pairs_of_words(explainer, tokenizer, ids, mask, Similarity(of_partner))
-    solver = DRSA(options.concepts, random_state=options.seed)
-    explainer.subspaces = learn_subspaces(solver, pairs)
+    explainer.subspaces = DRSA(options.concepts, random_state=options.seed).fit(pairs).subspaces_
     print(f"{len(pairs)} words of {len(EVERYDAY)} sentences, {options.concepts} concepts at {options.layer}")
 
     ids, mask = tokenize(tokenizer, texts)

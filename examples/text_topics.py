@@ -58,7 +58,7 @@ TOPICS = {
     ),
 }
 REFERENCES = ("animals and pets", "money and banking", "sports and games", "food and cooking")
-#: Openings and clauses of the same three parts.
+#: Openings and clauses of the same three parts: to learn from, to choose settings on, to report on.
 TEMPLATES = (
     (("We talked about", "She thinks of"), ("the {} and the {}", "a {} with a {}")),
     (("They remember", "You may mention"), ("one {} or one {}", "this {} beside that {}")),
@@ -193,9 +193,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=5, help="sentences and starts (default: %(default)s)")
-    parser.add_argument("--learn", type=int, default=80, help="sentences to learn (default: %(default)s)")
-    parser.add_argument("--test", type=int, default=20, help="sentences to look at (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of the integral (default: %(default)s)")
+    parser.add_argument("--learn", type=int, default=40, help="sentences to learn (default: %(default)s)")
+    parser.add_argument("--test", type=int, default=10, help="sentences to look at (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of the integral (default: %(default)s)")
     parser.add_argument("--layer", default=LAYER, help="where concepts are found (default: %(default)s)")
     parser.add_argument(
         "--settings", action="store_true", help="compare the layers, on sentences that are not reported"
@@ -203,14 +203,21 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer, model = load()
     sizes = (options.learn, options.test, options.steps)
+
+    def compare(layer: str, part: int, first_seed: int) -> None:
+        results = []
+        for seed in range(first_seed, first_seed + options.seeds):
+            results.append(scores(model, tokenizer, layer, part, seed, *sizes))
+            print(f"seed {seed}: " + ", ".join(f"{n} {v:.3f}" for n, (v, _) in results[-1].items()), flush=True)
+        table(results)
+
     if options.settings:
         for number in range(6):
-            layer = f"bert.encoder.layer.{number}"
-            print(f"\n{layer}, sentences to choose settings on")
-            table([scores(model, tokenizer, layer, SETTINGS, 100 + s, *sizes) for s in range(options.seeds)])
+            print(f"\nbert.encoder.layer.{number}, on sentences for choosing settings")
+            compare(f"bert.encoder.layer.{number}", SETTINGS, 100)
         return
-    print(f"{options.layer}, sentences that were not looked at before")
-    table([scores(model, tokenizer, options.layer, REPORT, s, *sizes) for s in range(options.seeds)])
+    print(f"{options.layer}, on sentences that no setting was chosen on")
+    compare(options.layer, REPORT, 0)
 
 
 if __name__ == "__main__":

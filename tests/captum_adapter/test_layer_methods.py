@@ -23,7 +23,7 @@ from captum.attr import (
     configure_interpretable_embedding_layer,
     remove_interpretable_embedding_layer,
 )
-from drsa_core import DRSA, RandomSubspaces, Subspaces
+from drsa_core import DRSA, Subspaces
 from torch import Tensor, nn
 
 from captum_drsa import DisentangledAttribution
@@ -377,12 +377,11 @@ def test_a_layer_context_works_on_the_network_s_own_inputs() -> None:
     assert_same(maps, split(method).attribute(ids, target=1, additional_forward_args=(mask,)))
 
 
-def test_random_subspaces_of_a_layer_method_are_complete() -> None:
-    """`collect` of token numbers: the contexts of the loader are those of `context`."""
-    model, (ids, mask) = encoder(), sentences()
+def test_pairs_of_token_numbers() -> None:
+    """The pairs that `collect` takes from a loader are those of `context`."""
+    model, (ids, _) = encoder(), sentences()
     da = DisentangledAttribution(LayerGradientXActivation(model, model.words), "first", None, channel_dim=-1)
-    pairs = da.collect([(ids, mask)[:1]], 1, positions=None)
+    pairs = da.collect([ids], 1, positions=None)
     a, c = da.context(ids, 1)
     assert_same(pairs.a, a.reshape(-1, D))
     assert_same(pairs.c, c.reshape(-1, D))
-    assert RandomSubspaces(2, random_state=0).fit(pairs).subspaces_.is_complete

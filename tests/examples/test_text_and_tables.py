@@ -50,18 +50,7 @@ def test_sentences(tmp_path) -> None:
 
 @pytest.mark.usefixtures("_minilm")
 def test_topics() -> None:
-    reduced = (
-        "--seeds",
-        "1",
-        "--learn",
-        "4",
-        "--test",
-        "2",
-        "--steps",
-        "2",
-        "--layer",
-        "bert.encoder.layer.0",
-    )
+    reduced = ("--seeds", "1", "--learn", "4", "--test", "2", "--steps", "2")
     printed = run("text_topics.py", *reduced)
     scores = {name: float(value) for name, value in re.findall(r"^\| (.+?) \| (0\.\d+) \|", printed, re.M)}
     assert next(iter(scores)) == "DRSA"
