@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from captum.attr import LRP, Attribution, DeepLift, InputXGradient, NoiseTunnel
+from captum.attr import LRP, Attribution, InputXGradient, LayerGradientXActivation, NoiseTunnel
 from drsa_core import Explanation, Losses, Subspaces, model_fingerprint
-from drsa_core.explainer import Explainer, check_subspaces, single_input
+from drsa_core.explainer import check_subspaces, single_input
 from drsa_core.fingerprint import function_digest
 from drsa_core.layer import (
-    BackwardPass,
     ContextMethod,
-    GradientContext,
     Inputs,
     Request,
     copies,
@@ -28,20 +24,19 @@ from drsa_core.layer import (
 from drsa_core.parameters import as_int
 from drsa_core.provenance import describe_target
 from drsa_core.target import Target
-from drsa_core.validation import check_finite
 from torch import Tensor, nn
 
-from ._captum import draw_baselines, logged, rules_on
-from .captum_lrp import LRPPass
-from .context import ShapleyContext, measure_bypass
-from .explain import explain_at_input
-from .methods import Explain, choose_context, record_of, within_tunnels
-from .relevance_model import RelevanceModel, baseline_relevance
+from ._captum import logged, rules_on
+from .below_layer import FromLayer
+from .context import measure_bypass
+from .inputs import as_arguments, as_inputs
+from .methods import choose_context, record_of
+from .steps import Steps, TwoSteps
 
 _T = TypeVar("_T")
 
 
-class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # Captum is not typed for mypy here
+class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # Captum is not typed for mypy here
     """Wraps a Captum attributor, as `NoiseTunnel` does; `attribute` returns K maps (N, K, *input).
 
     Step 1 (Note B) finds the context c of the activations at `layer`; step 2 has the wrapped method explain
@@ -53,7 +48,9 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
     attribution_method : captum.attr.Attribution
         `IntegratedGradients`, `InputXGradient`, `Saliency`, `GradientShap`, `DeepLift`, `DeepLiftShap`, a
         `NoiseTunnel` around one of these; `LRP`, `ShapleyValueSampling`, `ShapleyValues`, `KernelShap`,
-        `Lime`, `FeatureAblation` or `Occlusion`.
+        `Lime`, `FeatureAblation` or `Occlusion`. For inputs without a gradient, such as token numbers, also
+        `LayerIntegratedGradients`, `LayerGradientXActivation`, `LayerDeepLift` and `LayerFeatureAblation` on
+        a layer below `layer`, such as the embedding: maps then have the shape of its output, (N, K, T, E).
     layer : str or module
         The module whose output is the activation, or its dotted name.
     subspaces : Subspaces, optional
@@ -108,6 +105,24 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         self.strict = strict
         self._context_method = choose_context(context_method, attribution_method, self._model, self.layer)
         self._own_context = context_method is None
+        if self._record.at_input is not None:
+            self._lower_layer = self._layer_of_method(attribution_method.layer)
+
+    def _layer_of_method(self, layer: object) -> tuple[nn.Module, str]:
+        """The layer of a layer method, and how to call it in messages."""
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"the layer method must have one layer, a module, got {type(layer).__name__}")
+        if self._model is not None:
+            name, layer = find_layer(self._model, layer)
+        else:
+            name = type(layer).__name__
+        if layer is self.layer:
+            raise ValueError(
+                f"the layer method explains layer {name!r}, which is the concept layer itself; give it a "
+                "layer below, such as the embedding. What each concept contributes at the concept layer is "
+                "explain(...).position_relevance"
+            )
+        return layer, name
 
     # ------------------------------------------------------------------ what Captum asks of an attributor
 
@@ -161,12 +176,14 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             )
         self._check_use(target, stacklevel=4)
 
-        def work(request: Request) -> tuple[_Steps, Tensor | None]:
-            steps = self._both_steps(request, kwargs)
-            return steps, self._delta(request, steps, kwargs) if return_convergence_delta else None
+        def work(request: Request) -> tuple[Steps, Tensor | None]:
+            options = self._options(request, kwargs)
+            steps = self._both_steps(request, options)
+            return steps, self._delta(request, steps, options) if return_convergence_delta else None
 
         steps, delta = self._guarded(work, inputs, target, additional_forward_args)
-        result = steps.maps if isinstance(inputs, tuple) else steps.maps[0]
+        one_map = not isinstance(inputs, tuple) or self._record.at_input is not None
+        result = steps.maps[0] if one_map else steps.maps
         return (result, delta) if return_convergence_delta else result
 
     def explain(
@@ -184,21 +201,24 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         **kwargs
             As in `attribute`.
         """
-        single_input(inputs)
+        if self._record.at_input is None:
+            single_input(inputs)
         args = kwargs.pop("additional_forward_args", None)
         self._check_use(target, stacklevel=4)
 
-        def by_concept(request: Request) -> tuple[_Steps, Tensor, float | None]:
+        def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
             with torch.no_grad():
                 score = request.select(request.forward(*copies(request.inputs), *request.args))
             around = measure_bypass(request)
-            return self._both_steps(request, dict(kwargs)), score, around
+            return self._both_steps(request, self._options(request, kwargs)), score, around
 
         steps, score, around = self._guarded(by_concept, inputs, target, args)
         # On its own: Captum's LRP leaves its rules on the model until the guard is left.
         by_itself = None
         if whole:
-            by_itself = self._guarded(lambda r: self._whole(r, kwargs), inputs, target, args)
+            by_itself = self._guarded(
+                lambda r: self._whole(r, self._options(r, kwargs)), inputs, target, args
+            )
         return Explanation(
             maps=steps.maps[0],
             whole=by_itself,
@@ -208,9 +228,12 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             provenance=self._used_for(describe_target(target, tuple_is_index=True)),
             losses=Losses(steps.lost, around),
             # Saliency takes absolute values, of which no sum is that of the parts.
-            adds_up_by_pixel=isinstance(self.attribution_method, LRP | InputXGradient)
+            adds_up_by_pixel=isinstance(
+                self.attribution_method, LRP | InputXGradient | LayerGradientXActivation
+            )
             and (self._own_context or self._takes_one_pass),
             is_relevance=bool(self.multiplies_by_inputs),
+            **self._at_positions(inputs, steps.activation, steps.context),
         )
 
     # ------------------------------------------------------------------ what is known without step 2
@@ -219,7 +242,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Step 1 alone: activations a and contexts c at the layer, shapes (N, …, D, …)."""
-        return self._guarded(self._step_1, inputs, target, additional_forward_args)
+        return self._guarded(self._step_1, inputs, target, additional_forward_args, is_step_1=True)
 
     def concept_relevance(
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
@@ -238,7 +261,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         """Exact total Σ_p R_pk = (φ(x) − φ(x̃))ᵀU_kU_kᵀc of each map (Note B.3), shape (N, K).
 
         For methods that conserve, such as Integrated Gradients, DeepLift and the Shapley value. `baselines` x̃
-        as in the wrapped `attribute`; default 0.
+        as in the wrapped `attribute`; default 0. (Those of `LayerFeatureAblation` are outputs of its layer.)
         """
         self._check_use(target, stacklevel=4)
 
@@ -249,129 +272,38 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
 
         return self._guarded(total, inputs, target, additional_forward_args)
 
-    # ------------------------------------------------------------------ the two steps
-
-    def _both_steps(self, request: Request, options: dict[str, Any]) -> _Steps:
-        if self._record.explain is None:
-            return self._lrp(request, **options)
-        if self._takes_one_pass:
-            return self._one_pass(request, options)
-        return self._two_steps(request, self._record.explain, options)
-
-    def _lrp(self, request: Request, verbose: bool = False) -> _Steps:
-        own = None if self._own_context else self._step_1(request)[1]  # before Captum's hooks are there
-        backward = LRPPass(self.attribution_method, request, verbose)
-        context = backward.context if own is None else own
-        self._check_step_1(request, backward.activation, context)
-        self._check_fits(backward.activation)
-        maps = backward.through(context, self._fitted(), self.channel_dim)
-        return _Steps(maps, backward.activation, context, backward.lost)
-
-    def _one_pass(self, request: Request, options: dict[str, Any]) -> _Steps:
-        """Step 2 goes on with the forward pass of step 1, as the method asks for no other."""
-        backward = BackwardPass(request)
-        self._check_step_1(request, backward.activation, backward.context)
-        self._check_fits(backward.activation)
-        gradients = backward.through(self._fitted(), self.channel_dim)
-        maps = explain_at_input(self.attribution_method, request, gradients, options)
-        return _Steps(maps, backward.activation, backward.context)
-
-    def _two_steps(self, request: Request, explain: Explain, options: dict[str, Any]) -> _Steps:
-        activation, context = self._step_1(request, bool(options.get("show_progress")))
-        self._check_fits(activation)
-        if "baselines" in options:
-            # In place: the convergence delta needs the baselines that were drawn here.
-            options["baselines"] = self._drawn(request, options["baselines"])
-        model = RelevanceModel(request, context, self._fitted(), self._record.needs_gradient)
-        return _Steps(explain(self.attribution_method, request, model, options), activation, context)
-
-    def _delta(self, request: Request, steps: _Steps, options: dict[str, Any]) -> Tensor:
-        total = _sum_of_pixels(steps.maps)
-        if self._record.explain is None:
-            return self._relevance(steps.activation, steps.context) - total
-        return total - self._total(request, steps.activation, steps.context, options.get("baselines"))
-
-    def _whole(self, request: Request, options: dict[str, Any]) -> Tensor | None:
-        """The map of the wrapped method by itself; None where Captum has none for a callable target."""
-        method, target = copy.copy(self.attribution_method), request.target
-        if callable(target):
-            if isinstance(within_tunnels(method), DeepLift | LRP):
-                return None
-            method.forward_func, target = lambda *args: request.select(request.forward(*args)), None
-        whole: Tensor = method.attribute(
-            request.inputs[0].detach().clone(),
-            target=target,
-            additional_forward_args=request.args or None,
-            **options,
-        )
-        return whole.detach()
-
-    def _step_1(self, request: Request, show_progress: bool = False) -> tuple[Tensor, Tensor]:
-        method = self._context_method
-        if show_progress and isinstance(method, ShapleyContext):
-            method = replace(method, show_progress=True)  # it may take longer than step 2
-        activation, context = method(request)
-        self._check_step_1(request, activation, context)
-        return activation, context
-
-    def _total(self, request: Request, activation: Tensor, context: Tensor, baselines: Any) -> Tensor:
-        model = RelevanceModel(request, context, self._fitted())
-        with torch.no_grad():
-            example = torch.arange(len(request), device=activation.device)
-            at_input = model.relevance(activation, example)
-            return at_input - baseline_relevance(request, model, baselines, self._record.draws_baselines)
-
-    def _drawn(self, request: Request, baselines: Any) -> Any:
-        """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
-        if not self._record.draws_baselines or baselines is None:
-            return baselines
-        return draw_baselines(baselines, request.inputs if len(request.inputs) > 1 else request.inputs[0])
-
-    @property
-    def _takes_one_pass(self) -> bool:
-        in_tunnel = isinstance(self.attribution_method, NoiseTunnel)
-        return (
-            self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
-        )
-
     # ------------------------------------------------------------------ checks
 
-    def _guarded(self, work: Callable[[Request], _T], inputs: Inputs, target: Target, args: Any) -> _T:
+    def _guarded(
+        self,
+        work: Callable[[Request], _T],
+        inputs: Inputs,
+        target: Target,
+        args: Any,
+        is_step_1: bool = False,
+    ) -> _T:
         """`work` on a request, after which the model and its rules are as they were."""
-        request = self._request(inputs, target, args)
+        given = self._request(inputs, target, args, is_step_1)
+
+        def on_request() -> _T:
+            request = with_batch_axes(given)
+            if self._record.at_input is not None:
+                request = FromLayer(request, *self._lower_layer).request()
+            return work(request)
+
         if self._model is None:
-            return guarded(self.layer, lambda: work(with_batch_axes(request)), is_whole=False)
+            return guarded(self.layer, on_request, is_whole=False)
         warn_of_training(self._model)
         rules = [rule for _, rule in rules_on(self._model)]
-        return guarded(self._model, lambda: work(with_batch_axes(request)), rules)
+        return guarded(self._model, on_request, rules)
 
-    def _request(self, inputs: Inputs, target: Target, additional_forward_args: Any) -> Request:
-        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-        if not tensors or not all(isinstance(x, Tensor) and x.ndim > 0 for x in tensors):
-            raise TypeError(
-                f"inputs must be a tensor (N, …) or a tuple of tensors, got {type(inputs).__name__}; NumPy "
-                "arrays and lists become tensors with torch.as_tensor"
-            )
-        if len({len(x) for x in tensors}) > 1 or not len(tensors[0]):
-            raise ValueError(
-                "all inputs must have the same number of examples, at least 1, along the first axis, got "
-                f"shapes {[tuple(x.shape) for x in tensors]}"
-            )
-        for x in tensors:
-            if not x.is_floating_point() and self._record.needs_gradient:
-                raise TypeError(
-                    f"{type(self.attribution_method).__name__} needs floating-point inputs, got {x.dtype}; "
-                    "convert images with .float(), and for token numbers pass the embeddings or wrap a "
-                    "perturbation method"
-                )
-        if additional_forward_args is None:
-            args: tuple[Any, ...] = ()
-        elif isinstance(additional_forward_args, tuple):
-            args = additional_forward_args
-        else:
-            args = (additional_forward_args,)
-        with torch.inference_mode(False):  # a copy made outside of it can be differentiated
-            tensors = tuple(x.clone() if x.is_inference() else x for x in tensors)
+    def _request(self, inputs: Inputs, target: Target, args: Any, is_step_1: bool) -> Request:
+        must_be_floating = None
+        if self._record.needs_gradient and self._record.at_input is None:
+            must_be_floating = "some" if is_step_1 else "all"  # at the layer, masks are constants
+        tensors = as_inputs(inputs, type(self.attribution_method).__name__, must_be_floating)
+        further = as_arguments(args)
+        has_batch_axis = (False,) * len(further)
         return Request(
             self._forward,
             self.layer,
@@ -379,8 +311,8 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             tensors,
             target,
             self.channel_dim,
-            args,
-            (False,) * len(args),
+            further,
+            has_batch_axis,
         )
 
     def _origin(self) -> dict[str, Any]:
@@ -396,32 +328,8 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
     def _known_model(self) -> nn.Module:
         return self.layer if self._model is None else self._model
 
-    def _check_step_1(self, request: Request, activation: Tensor, context: Tensor) -> None:
-        if len(activation) != len(request) or activation.shape != context.shape:
-            raise ValueError(
-                f"layer {self.layer_name!r} must give an activation (N, …) for the {len(request)} examples "
-                f"and the context method a context of its shape, got {tuple(activation.shape)} and "
-                f"{tuple(context.shape)}"
-            )
-        check_finite(activation, f"the activation of layer {self.layer_name!r}")
-        check_finite(context, f"the context at layer {self.layer_name!r}")
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """What both steps gave: maps (N, K, …), one for each input, and a, c at the layer."""
-
-    maps: tuple[Tensor, ...]
-    activation: Tensor
-    context: Tensor
-    lost: float = 0.0
-
 
 def _module_of(forward: object) -> nn.Module | None:
     """The module that a forward function is, or whose method it is."""
     owner = getattr(forward, "__self__", forward)
     return eager(owner) if isinstance(owner, nn.Module) else None
-
-
-def _sum_of_pixels(maps: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([m.reshape(*m.shape[:2], -1).sum(2) for m in maps]).sum(0)

@@ -27,6 +27,7 @@ from drsa_core.target import gradient_at_output
 from torch import Tensor
 
 from ._captum import RuleHooks, rules_on
+from .below_layer import original
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,12 @@ class LRPContext:
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
         """Activations and contexts."""
-        model = eager(self.method.model)
+        model, request = eager(self.method.model), original(request)
+        if not all(x.is_floating_point() for x in request.inputs):
+            raise TypeError(
+                "Captum's LRP needs floating-point inputs, and has no contexts for token numbers; use "
+                "context_method='gradient' or 'integrated_gradients'"
+            )
 
         def contexts() -> tuple[Tensor, Tensor]:
             backward = LRPPass(self.method, request)

@@ -12,6 +12,8 @@ from drsa_core.layer import BackwardPass, Cut, Request, UpperNetwork, contexts_b
 from drsa_core.layer.contexts import rows_per_run
 from torch import Tensor
 
+from .below_layer import original
+
 
 @dataclass(frozen=True)
 class ShapleyContext:
@@ -84,6 +86,7 @@ class LayerAttributionContext:
                 f"context_method {type(self.attributor).__name__} was made for another layer than "
                 f"{request.layer_name!r} of the model that is explained; make it with that model and layer"
             )
+        request = original(request)  # Captum's attributor is one for the network's own inputs
         measure_bypass(request)
         with torch.no_grad():
             activation = request.activation().clone()

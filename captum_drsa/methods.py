@@ -17,6 +17,10 @@ from captum.attr import (
     IntegratedGradients,
     KernelShap,
     LayerAttribution,
+    LayerDeepLift,
+    LayerFeatureAblation,
+    LayerGradientXActivation,
+    LayerIntegratedGradients,
     Lime,
     NeuronAttribution,
     NoiseTunnel,
@@ -28,6 +32,13 @@ from captum.attr import (
 from drsa_core.layer import ContextMethod, GradientContext, IntegratedGradientsContext, Request
 from torch import Tensor, nn
 
+from .below_layer import (
+    DEEP_LIFT,
+    FEATURE_ABLATION,
+    GRADIENT_X_ACTIVATION,
+    INTEGRATED_GRADIENTS,
+    AtInput,
+)
 from .captum_lrp import LRPContext
 from .context import LayerAttributionContext, ShapleyContext
 from .explain import explain_by_gradient, explain_by_perturbation, explain_by_surrogate
@@ -54,6 +65,9 @@ class Method:
         Whether it asks for one gradient at the input alone, so that both steps come from one forward pass.
     draws_baselines : bool
         Whether its baselines are a distribution.
+    at_input : AtInput or None
+        Of a layer method, how it becomes one for inputs. Subclasses of it do not count: what they change
+        would be lost.
     """
 
     kind: type[Attribution]
@@ -62,6 +76,13 @@ class Method:
     needs_gradient: bool = True
     in_one_pass: bool = False
     draws_baselines: bool = False
+    at_input: AtInput | None = None
+
+    def fits(self, method: object) -> bool:
+        """Whether this is the record of a method."""
+        if self.at_input is not None:
+            return type(method) is self.kind
+        return isinstance(method, self.kind) and not isinstance(method, LayerAttribution | NeuronAttribution)
 
 
 def _gradient(method: Attribution) -> ContextMethod:
@@ -91,6 +112,22 @@ METHODS = (
     Method(FeatureAblation, explain_by_perturbation, _shapley, needs_gradient=False),
     Method(KernelShap, explain_by_surrogate, _shapley, needs_gradient=False),
     Method(Lime, explain_by_surrogate, _shapley, needs_gradient=False),
+    Method(LayerIntegratedGradients, explain_by_gradient, _path, at_input=INTEGRATED_GRADIENTS),
+    Method(
+        LayerGradientXActivation,
+        explain_by_gradient,
+        _gradient,
+        in_one_pass=True,
+        at_input=GRADIENT_X_ACTIVATION,
+    ),
+    Method(LayerDeepLift, explain_by_gradient, _gradient, at_input=DEEP_LIFT),
+    Method(
+        LayerFeatureAblation,
+        explain_by_perturbation,
+        _shapley,
+        needs_gradient=False,
+        at_input=FEATURE_ABLATION,
+    ),
 )
 
 
@@ -103,18 +140,22 @@ def record_of(method: object) -> Method:
     """The record of a method, or an error that says which methods can be wrapped."""
     in_tunnel = isinstance(method, NoiseTunnel)
     inner: Any = within_tunnels(method)
-    if not isinstance(inner, LayerAttribution | NeuronAttribution):
-        for record in METHODS:
-            if isinstance(inner, record.kind) and (not in_tunnel or record.explain is explain_by_gradient):
-                return record
+    for record in METHODS:
+        if record.fits(inner) and (not in_tunnel or _fits_a_tunnel(record)):
+            return record
     name = f"NoiseTunnel({type(inner).__name__})" if in_tunnel else type(inner).__name__
     hint = "; NoiseTunnel(DisentangledAttribution(...)) takes any of them" if in_tunnel else ""
-    tunnels = [record.kind.__name__ for record in METHODS if record.explain is explain_by_gradient]
-    others = [record.kind.__name__ for record in METHODS if record.explain is not explain_by_gradient]
+    tunnels = [record.kind.__name__ for record in METHODS if _fits_a_tunnel(record)]
+    others = [record.kind.__name__ for record in METHODS if not _fits_a_tunnel(record)]
     raise TypeError(
         f"{name} cannot be split into concepts. These can: {', '.join(tunnels)}, NoiseTunnel around one of "
         f"those; {', '.join(others)}{hint}"
     )
+
+
+def _fits_a_tunnel(record: Method) -> bool:
+    """Whether the method may stand inside a `NoiseTunnel`, which puts noise on the input."""
+    return record.explain is explain_by_gradient and record.at_input is None
 
 
 def choose_context(

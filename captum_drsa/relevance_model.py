@@ -83,8 +83,7 @@ def args_of_rows(request: Request) -> tuple[Any, ...]:
 
 def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, distribution: bool) -> Tensor:
     """R̂_k(x̃) under the context of each example, shape (N, K); the mean if x̃ is a distribution."""
-    given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
-    references = [_like(x, baseline) for x, baseline in zip(request.inputs, given, strict=True)]
+    references = as_tensors(request, baselines)
     example = torch.arange(len(request), device=request.inputs[0].device)
     if not distribution:
         parts = [tuple(r.expand_as(x) for r, x in zip(references, request.inputs, strict=True))]
@@ -99,8 +98,12 @@ def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, 
     return torch.stack(relevance).mean(0)
 
 
-def _like(x: Tensor, baseline: Any) -> Tensor:
-    """A baseline, given as a tensor, a number or None, as a tensor (1, …), (N, …) or (n_baselines, …)."""
-    if isinstance(baseline, Tensor):
-        return baseline.to(x)
-    return torch.full_like(x[:1], 0 if baseline is None else baseline)
+def as_tensors(request: Request, baselines: Any) -> list[Tensor]:
+    """Baselines of each input as tensors (1, …), (N, …) or (n_baselines, …); 0 if there are none."""
+    given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
+    return [
+        baseline.to(x)
+        if isinstance(baseline, Tensor)
+        else torch.full_like(x[:1], 0 if baseline is None else baseline)
+        for x, baseline in zip(request.inputs, given, strict=True)
+    ]

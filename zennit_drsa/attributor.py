@@ -230,6 +230,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
                 adds_up_by_pixel=not self._in_two_steps,
                 is_relevance=integrates or holds_relevance(self.model, self.slot),
                 kept=kept,
+                **self._at_positions(input, step.activation, step.context),
             )
 
         return self._registered(explanation, single_input(input))

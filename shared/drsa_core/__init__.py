@@ -26,6 +26,7 @@ from .solvers import (
     netdissect_subspaces,
 )
 from .subspaces import Subspaces
+from .token_maps import TokenLayout, TokenMaps
 
 __all__ = [
     "DRSA",
@@ -46,6 +47,8 @@ __all__ = [
     "RandomSubspaces",
     "RelevanceLossWarning",
     "Subspaces",
+    "TokenLayout",
+    "TokenMaps",
     "check_provenance",
     "context_from_relevance",
     "describe_target",

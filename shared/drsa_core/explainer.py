@@ -18,6 +18,7 @@ from .solvers.drsa import DRSA
 from .solvers.estimator import Solver, learn_subspaces
 from .subspaces import Subspaces
 from .target import Target
+from .token_maps import find_layout
 
 
 class Explainer(ABC):
@@ -152,9 +153,21 @@ class Explainer(ABC):
 
     def _relevance(self, activation: Tensor, context: Tensor) -> Tensor:
         """R_k = (U_kᵀa)ᵀ(U_kᵀc), summed over positions, shape (N, K)."""
+        return sum_over_positions(self._position_relevance(activation, context), 1)
+
+    def _position_relevance(self, activation: Tensor, context: Tensor) -> Tensor:
+        """R_k at each position, shape (N, K, *positions)."""
         self._check_fits(activation)
         per_position = self._fitted().relevance(activation, context, self.channel_dim)
-        return sum_over_positions(per_position, self.channel_dim)
+        return per_position.movedim(self.channel_dim, 1)
+
+    def _at_positions(self, inputs: Inputs, activation: Tensor, context: Tensor) -> dict[str, Any]:
+        """What an `Explanation` says about positions: `position_relevance` and `token_layout`."""
+        relevance = self._position_relevance(activation, context).detach()
+        layout = None
+        if relevance.ndim == 3:
+            layout = find_layout(self._known_model(), inputs, int(relevance.shape[2]))
+        return {"position_relevance": relevance, "token_layout": layout}
 
 
 def check_subspaces(subspaces: object) -> Subspaces | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .provenance import Provenance
 from .subspaces import Subspaces
+from .token_maps import TokenLayout, TokenMaps, arrange
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Explanation:
     kept : mapping of str to tensor of shape (N,), or None
         Relevance that does not reach the input, by what keeps it: position embeddings, class and register
         tokens, biases. With the sum of `whole` it is the score. None if it was not measured.
+    position_relevance : tensor, shape (N, K, *positions), or None
+        R_k at each position of the layer: (N, K, T) of tokens, (N, K, h, w) of convolutions.
+    token_layout : TokenLayout or None
+        Where the tokens of the layer lie in the image, if that is known.
     """
 
     maps: Tensor
@@ -68,6 +73,26 @@ class Explanation:
     adds_up_by_pixel: bool
     is_relevance: bool
     kept: Mapping[str, Tensor] | None = None
+    position_relevance: Tensor | None = None
+    token_layout: TokenLayout | None = None
+
+    @property
+    def token_maps(self) -> Tensor:
+        """R_k at the positions of the layer as pictures (N, K, h, w), without class and register tokens."""
+        return self.tokens().maps
+
+    def tokens(self, n_prefix: int | None = None, grid: tuple[int, int] | None = None) -> TokenMaps:
+        """`token_maps`, with what was dropped: how many tokens, and their share of the relevance.
+
+        Parameters
+        ----------
+        n_prefix, grid : int, pair of int, optional
+            Tokens before those of the image, and rows and columns of the rest. Default: as the model says,
+            or the largest grid of the image's shape.
+        """
+        if self.position_relevance is None:
+            raise ValueError("this explanation was made without the relevance of positions")
+        return arrange(self.position_relevance, self.token_layout, n_prefix, grid)
 
     def __len__(self) -> int:
         return len(self.maps)

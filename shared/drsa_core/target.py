@@ -11,7 +11,7 @@ from torch import Tensor
 
 Target: TypeAlias = (
     "int | tuple[int, ...] | Tensor | np.ndarray[Any, Any] | Sequence[int] | Sequence[tuple[int, ...]]"
-    "| Callable[[Tensor], Tensor] | None"
+    "| Callable[[Any], Tensor] | None"
 )
 
 
@@ -24,8 +24,9 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
 
     Parameters
     ----------
-    output : tensor, shape (n, …)
-        What the model returned.
+    output : tensor, shape (n, …), or any object
+        What the model returned. Other objects than tensors, such as those of `transformers`, need a target
+        that is a function.
     target : int, tuple, sequence, tensor, function or None
         An index for outputs (n, C); a tuple of indices for outputs of more axes; a list or tensor with one of
         these for each row; a function from the output to the scores (n,). None if there is one score a row.
@@ -33,9 +34,11 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
         The number n, for a message if the output has another one.
     """
     if not isinstance(output, Tensor):
+        if callable(target):
+            return _scores_of_object(output, target, n_examples)
         raise TypeError(
-            f"the model must return a tensor, got {type(output).__name__}; wrap it in a function that "
-            "returns the scores, and give `layer` as a module"
+            f"the model must return a tensor, got {type(output).__name__}; give the target as a function of "
+            "what it returns, e.g. target=lambda output: output.logits[:, 1]"
         )
     if output.ndim == 0 and n_examples in (None, 1):
         output = output.reshape(1)
@@ -59,8 +62,27 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
     return score.reshape(len(output))
 
 
-def gradient_at_output(output: Tensor, target: Target) -> Tensor:
+def _scores_of_object(output: object, target: Callable[[Any], Any], n_examples: int | None) -> Tensor:
+    """The scores (n,) that a function selects from an output of which nothing else is known."""
+    score = target(output)
+    one_a_row = isinstance(score, Tensor) and score.ndim > 0 and score.numel() == len(score)
+    if not one_a_row or n_examples not in (None, len(score)):
+        got = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
+        rows = "row of the output" if n_examples is None else f"of the {n_examples} examples"
+        raise ValueError(
+            f"the callable target must select one score for each {rows}, a {type(output).__name__}, but "
+            f"gives {got}; e.g. target=lambda output: output.logits[:, 1]"
+        )
+    return score.reshape(-1)
+
+
+def gradient_at_output(output: object, target: Target) -> Tensor:
     """∂y/∂output, of the output's shape: a one in the place of the target, for an index."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"the model must return a tensor, got {type(output).__name__}; wrap the model in a module that "
+            "returns the scores"
+        )
     with torch.enable_grad():
         leaf = output.detach().clone().requires_grad_()
         score = select_scores(leaf, target)

@@ -9,6 +9,8 @@ from captum.attr import (
     GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
+    LayerConductance,
+    LayerDeepLiftShap,
     LayerIntegratedGradients,
     LayerLRP,
     NoiseTunnel,
@@ -33,7 +35,9 @@ def test_methods_that_cannot_be_wrapped() -> None:
     for method in (
         GuidedBackprop(model),
         LayerLRP(model, model.top[0]),
-        LayerIntegratedGradients(model, model.top[0]),
+        LayerConductance(model, model.features[0]),
+        LayerDeepLiftShap(model, model.features[0]),  # not what its parent class LayerDeepLift does
+        NoiseTunnel(LayerIntegratedGradients(model, model.features[0])),
         NoiseTunnel(LRP(model)),
         NoiseTunnel(ShapleyValueSampling(model)),
         model,

@@ -6,13 +6,23 @@ A Captum release that moves something fails here first, with the name of what mo
 from __future__ import annotations
 
 import ast
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import captum
 import pytest
 import torch
-from captum.attr import LRP, DeepLift, InputXGradient, NoiseTunnel
+from captum.attr import (
+    LRP,
+    DeepLift,
+    InputXGradient,
+    LayerDeepLift,
+    LayerFeatureAblation,
+    LayerGradientXActivation,
+    LayerIntegratedGradients,
+    NoiseTunnel,
+)
 from captum.attr._core.deep_lift import SUPPORTED_NON_LINEAR, nonlinear
 from captum.attr._utils.lrp_rules import EpsilonRule, PropagationRule
 from torch import Tensor, nn
@@ -126,6 +136,19 @@ def test_deep_lift_reads_how_many_arguments_a_custom_function_takes(takes: int) 
     one = (torch.ones(5, 1, 3),)
     further = [one] * (takes - 1)
     assert _captum.by_concept(functions[takes])(one, *further)[0].shape == (5, 1, 3)
+
+
+def test_layer_methods_have_these_parts() -> None:
+    """What a layer method hands on to its counterpart for inputs."""
+    model = network()
+    for method in (LayerIntegratedGradients, LayerGradientXActivation, LayerDeepLift):
+        assert method(model, model[0], multiply_by_inputs=False).layer is model[0]
+        assert not method(model, model[0], multiply_by_inputs=False).multiplies_by_inputs
+    assert isinstance(LayerDeepLift(model, model[0]).eps, float)
+    names = set(signature(LayerFeatureAblation.attribute).parameters)
+    assert {"layer_baselines", "layer_mask"} <= names, f"{VERSION}: LayerFeatureAblation has other keywords"
+    for method in (LayerIntegratedGradients, LayerDeepLift):
+        assert {"attribute_to_layer_input", "grad_kwargs"} <= set(signature(method.attribute).parameters)
 
 
 def test_no_other_file_imports_private_parts() -> None:

@@ -17,6 +17,10 @@ from captum.attr import (
     InputXGradient,
     IntegratedGradients,
     KernelShap,
+    LayerDeepLift,
+    LayerFeatureAblation,
+    LayerGradientXActivation,
+    LayerIntegratedGradients,
     Lime,
     NoiseTunnel,
     Occlusion,
@@ -42,7 +46,7 @@ from tests.matrix.case import (
     literal_maps_of_players,
     lrp_context,
 )
-from tests.matrix.networks import IMAGES, NETWORKS, TOKENS, Cut
+from tests.matrix.networks import IDS, IMAGES, NETWORKS, TOKENS, Cut
 from tests.matrix.reference import gradient_context
 
 
@@ -107,6 +111,28 @@ def _seeded(answer: Answer) -> Answer:
     return from_the_seed
 
 
+def _on_first(method: Callable[..., Any]) -> Callable[[Cut], Any]:
+    """A layer method on the first module, such as the embedding."""
+    return lambda model: method(model, model.lower[0])
+
+
+def _below(answer: Callable[[Case, Tensor], Tensor], baseline: int = 0) -> Answer:
+    """The answer to the case with the first module's output as the input, given that of the baseline."""
+
+    def at_layer(case: Case) -> Tensor:
+        p = case.problem
+        reference_output = p.lower[0](torch.full_like(p.x[:1], baseline)).detach()
+        return answer(Case(case.network, case.model, p.below()), reference_output)
+
+    return at_layer
+
+
+def _masks_of_layer(case: Case) -> Tensor:
+    """A player for each token of the embedding, or for each channel."""
+    shape = case.problem.below().x.shape[1:]
+    return torch.arange(shape[0]).reshape(1, -1, *[1] * (len(shape) - 1)).expand(1, *shape).contiguous()
+
+
 _captum_path = reference.path_context(reference.exact_gauss_legendre(CONTEXT_STEPS))
 
 
@@ -124,6 +150,12 @@ _CAPTUM_LRP = ("image_batch_norm", "image_in_place", "image_max_pool", "tokens",
 
 
 _NO_POOLING_BELOW = tuple(name for name in NETWORKS if name != "image_max_pool")
+
+
+_TWO_MODULES_BELOW = (*IDS, *(name for name in NETWORKS if name != "image_in_place"))
+
+
+_MASK_TOKEN = 1
 
 
 # After a ReLU, where Σ a_j does not vanish: what the contexts R_j / Σ a_j are for.
@@ -261,5 +293,97 @@ CAPTUM_METHODS: dict[str, Method] = {
     "captum_exact_totals": Method(
         _wrapper_numbers("exact_totals", IntegratedGradients, _ig_context),
         lambda case: reference.exact_totals(case.problem, _captum_path),
+    ),
+    # Captum, layer methods on the first module
+    "captum_layer_gradient_x_activation": Method(
+        _captum(_on_first(LayerGradientXActivation)),
+        _below(lambda case, _: case.problem.maps(gradient_context, reference.input_times_gradient)),
+        _TWO_MODULES_BELOW,
+    ),
+    "captum_layer_gradient": Method(
+        _captum(lambda model: LayerGradientXActivation(model, model.lower[0], multiply_by_inputs=False)),
+        _below(lambda case, _: case.problem.maps(gradient_context, reference.slope)),
+        IDS,
+    ),
+    "captum_layer_integrated_gradients": Method(
+        _captum(_on_first(LayerIntegratedGradients), _ig_context, n_steps=STEPS),
+        _below(
+            lambda case, e: case.problem.maps(
+                _captum_path, reference.integrated(reference.gauss_legendre(STEPS), e)
+            )
+        ),
+        _TWO_MODULES_BELOW,
+    ),
+    "captum_layer_integrated_gradients_mask_token": Method(
+        _captum(
+            _on_first(LayerIntegratedGradients),
+            "gradient",
+            n_steps=STEPS,
+            baselines=_MASK_TOKEN,
+            internal_batch_size=4,
+        ),
+        _below(
+            lambda case, e: case.problem.maps(
+                gradient_context, reference.integrated(reference.gauss_legendre(STEPS), e)
+            ),
+            _MASK_TOKEN,
+        ),
+        IDS,
+    ),
+    "captum_layer_deep_lift": Method(
+        _captum(_on_first(LayerDeepLift)),
+        _below(lambda case, e: reference.rescale_maps(case.problem, e)),
+        tuple(name for name in _TWO_MODULES_BELOW if name != "image_max_pool"),
+    ),
+    "captum_layer_feature_ablation": Method(
+        _captum(_on_first(LayerFeatureAblation), "gradient", layer_mask=_masks_of_layer),
+        lambda case: case.problem.below().maps(gradient_context, reference.ablation(_masks_of_layer(case))),
+        _TWO_MODULES_BELOW,
+    ),
+    # Captum, perturbations of token numbers
+    "captum_feature_ablation_of_ids": Method(
+        _captum(FeatureAblation, "gradient", baselines=_MASK_TOKEN),
+        lambda case: case.problem.maps(gradient_context, reference.ablation(case.mask, _MASK_TOKEN)),
+        IDS,
+    ),
+    "captum_occlusion_of_ids": Method(
+        _captum(Occlusion, _ig_context, sliding_window_shapes=(1,), baselines=_MASK_TOKEN),
+        lambda case: case.problem.maps(_captum_path, reference.ablation(case.mask, _MASK_TOKEN)),
+        IDS,
+        in_single_precision=True,
+    ),
+    "captum_shapley_values_of_ids": Method(
+        _captum(ShapleyValues, "gradient", baselines=_MASK_TOKEN),
+        lambda case: case.problem.maps(gradient_context, reference.shapley(case.mask, _MASK_TOKEN)),
+        IDS,
+        in_single_precision=True,
+    ),
+    "captum_shapley_value_sampling_of_ids": Method(
+        _captum(
+            ShapleyValueSampling,
+            ShapleyContext(n_samples=PERMUTATIONS),
+            n_samples=3,
+            baselines=_MASK_TOKEN,
+        ),
+        _sampled(_shapley_context, ShapleyValueSampling, n_samples=3, baselines=_MASK_TOKEN),
+        ("ids",),
+        in_single_precision=True,
+    ),
+    "captum_kernel_shap_of_ids": Method(
+        _captum(KernelShap, "gradient", n_samples=12, baselines=_MASK_TOKEN),
+        _sampled(gradient_context, KernelShap, n_samples=12, baselines=_MASK_TOKEN),
+        IDS,
+        in_single_precision=True,
+    ),
+    "captum_lime_of_ids": Method(
+        _captum(_lime, "gradient", n_samples=12, baselines=_MASK_TOKEN),
+        _sampled(gradient_context, _lime, n_samples=12, baselines=_MASK_TOKEN),
+        IDS,
+        in_single_precision=True,
+    ),
+    "captum_exact_totals_of_ids": Method(
+        _wrapper_numbers("exact_totals", _on_first(LayerIntegratedGradients), _ig_context),
+        lambda case: reference.exact_totals(case.problem, _captum_path),
+        IDS,
     ),
 }

@@ -92,6 +92,12 @@ def _build(name: str) -> Cut:
         case "tokens_residual":
             lower = [nn.Linear(3, d), Residual(nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU())]
             return Cut(lower, [nn.Linear(d, 5), nn.ReLU()], 5 * 3, -1)
+        case "ids":
+            lower = [nn.Embedding(9, 3), nn.Linear(3, d), nn.ReLU()]
+            return Cut(lower, [nn.Linear(d, 5), nn.ReLU()], 5 * 3, -1)
+        case "ids_residual":
+            lower = [nn.Embedding(9, d), Residual(nn.LayerNorm(d), nn.Linear(d, d), nn.ReLU())]
+            return Cut(lower, [nn.Linear(d, 5), nn.ReLU()], 5 * 3, -1)
         case "vectors":
             return Cut([nn.Linear(5, d), nn.ReLU()], [nn.Linear(d, 6), nn.ReLU()], 6, 1)
         case "vectors_batch_norm":
@@ -103,11 +109,13 @@ IMAGES = ("image_batch_norm", "image_in_place", "image_max_pool", "image_group_n
 TOKENS = ("tokens", "tokens_layer_norm", "tokens_residual")
 VECTORS = ("vectors", "vectors_batch_norm")
 NETWORKS = (*IMAGES, *TOKENS, *VECTORS)
+# Token numbers, which have no gradient: for layer methods on the embedding, and for perturbations.
+IDS = ("ids", "ids_residual")
 
 
 def network(name: str, dtype: torch.dtype = torch.float64) -> Cut:
     """A network with random weights and norms whose statistics and gains are not trivial."""
-    torch.manual_seed(NETWORKS.index(name))
+    torch.manual_seed((*NETWORKS, *IDS).index(name))
     model = _build(name)
     with torch.no_grad():
         for module in model.modules():
@@ -126,6 +134,8 @@ def inputs(name: str, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """`n` examples; the first ones are the same for every n. None of them has a map that is all zero."""
     shape = (2, 6, 6) if name in IMAGES else (3, 3) if name in TOKENS else (5,)
     generator = torch.Generator().manual_seed(32)
+    if name in IDS:  # 0 and 1 are left for padding and a mask token
+        return torch.stack([torch.randint(2, 9, (3,), generator=generator) for _ in range(n)])
     return torch.stack([torch.randn(shape, generator=generator) for _ in range(n)]).to(dtype)
 
 
@@ -139,8 +149,10 @@ def feature_mask(name: str) -> Tensor:
     if name in IMAGES:
         rows = torch.arange(6) // 3
         mask = (2 * rows[:, None] + rows[None, :]).expand(1, 2, 6, 6)
+    elif name in TOKENS:
+        mask = torch.arange(3)[None, :, None].expand(1, 3, 3)
     else:
-        mask = torch.arange(3)[None, :, None].expand(1, 3, 3) if name in TOKENS else torch.arange(5)[None]
+        mask = torch.arange(3 if name in IDS else 5)[None]
     return mask.contiguous()  # Captum's samplers look at it with `view`
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeAlias
@@ -78,6 +78,11 @@ class Problem:
         lower = [plain(module) for module in model.lower]
         upper = [*(plain(module) for module in model.upper), nn.Flatten(), plain(model.head)]
         return cls(lower, upper, x.detach(), target, subspaces, model.channel_dim)
+
+    def below(self, n_modules: int = 1) -> Problem:
+        """The same problem with the output of the first modules as the input."""
+        e = run(self.lower[:n_modules], self.x).detach()
+        return replace(self, lower=self.lower[n_modules:], x=e)
 
     def examples(self) -> list[tuple[Tensor, int]]:
         """Each example as a batch of one, with its class."""
@@ -185,7 +190,7 @@ def saliency(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def integrated(
-    nodes: Sequence[tuple[float, float]], baseline: float = 0.0
+    nodes: Sequence[tuple[float, float]], baseline: float | Tensor = 0.0
 ) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]:
     """(x − x̃) ⊙ ∫ ∂f/∂x dt."""
 
@@ -196,26 +201,27 @@ def integrated(
     return explain
 
 
-def ablation(mask: Tensor) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]:
+def ablation(mask: Tensor, baseline: int = 0) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]:
     """f(x) − f(x without the player), on every entry of the player."""
 
     def explain(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
         with torch.no_grad():
+            result = f(x).new_zeros(x.shape)
             for player in mask.unique():
-                result += (f(x) - f(torch.where(mask == player, 0, x))) * (mask == player)
+                result += (f(x) - f(torch.where(mask == player, baseline, x))) * (mask == player)
         return result
 
     return explain
 
 
-def shapley(mask: Tensor) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]:
+def shapley(mask: Tensor, baseline: int = 0) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]:
     """The sum over all coalitions of Note A."""
 
     def explain(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         players = [int(player) for player in mask.unique()]
-        n, result = len(players), torch.zeros_like(x)
+        n = len(players)
         with torch.no_grad():
+            result = f(x).new_zeros(x.shape)
             for player in players:
                 others = [other for other in players if other != player]
                 for size in range(n):
@@ -223,7 +229,7 @@ def shapley(mask: Tensor) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tens
                     for coalition in combinations(others, size):
                         without = torch.isin(mask, torch.tensor(coalition, dtype=mask.dtype))
                         with_it = without | (mask == player)
-                        gained = f(torch.where(with_it, x, 0)) - f(torch.where(without, x, 0))
+                        gained = f(torch.where(with_it, x, baseline)) - f(torch.where(without, x, baseline))
                         result += weight * gained * (mask == player)
         return result
 
@@ -335,7 +341,7 @@ def captum_maps(
         torch.set_rng_state(state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         index = torch.arange(len(p.x))
-        x = p.x.clone().requires_grad_()
+        x = p.x.clone().requires_grad_(p.x.is_floating_point())
         maps.append(make(relevance).attribute(x, additional_forward_args=(index,), **options).detach())
     return torch.stack(maps, dim=1)
 

@@ -107,7 +107,8 @@ def patch_flipping(
     inputs : tensor, shape (N, C, H, W)
         The images, as the network takes them.
     maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
-        Their relevance. With K concepts, the union of what each removes is removed (section 5.2).
+        Their relevance, or `Explanation.token_maps` (N, K, h, w). With K concepts, the union of what each
+        removes is removed (section 5.2).
     target : int, sequence of int or tensor, shape (N,)
         Output to record: one for all images, or one for each.
     preprocessing : Preprocessing, or pair (mean, std)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..parameters import as_int
+from ..token_maps import covers, spread
 from ..validation import check_finite
 
 #: Patches flipped at step τ = 1, 2, …, by name of the schedule.
@@ -25,8 +26,9 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
 
     Parameters
     ----------
-    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
-        Relevance R_pk, or that of one standard explanation.
+    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W), or (N, K, h, w) with `inputs`
+        Relevance R_pk, or that of one standard explanation. C may be 1: relevance summed over channels. Maps
+        of fewer positions than pixels (`Explanation.token_maps`) are spread over the inputs.
     inputs : tensor, shape (N, C, H, W), optional
         The images that the maps explain.
     n_subspaces : int, optional
@@ -35,13 +37,18 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
     if not isinstance(maps, Tensor):
         raise TypeError(f"maps must be a torch tensor, got {type(maps).__name__}")
     if maps.ndim == 4:
-        maps = maps[:, None]
+        size = None if inputs is None else (int(inputs.shape[2]), int(inputs.shape[3]))
+        is_of_positions = size is not None and covers(maps, size)
+        maps = spread(maps, size)[:, :, None] if size and is_of_positions else maps[:, None]
     if maps.ndim != 5 or 0 in maps.shape:
         raise ValueError(
             "maps must have shape (N, K, C, H, W), or (N, C, H, W) for K = 1, none of them 0, got "
             f"{tuple(maps.shape)}"
         )
-    if inputs is not None and (len(maps), *maps.shape[2:]) != tuple(inputs.shape):
+    if inputs is not None and (
+        (len(maps), *maps.shape[3:]) != (len(inputs), *inputs.shape[2:])
+        or maps.shape[2] not in (1, inputs.shape[1])
+    ):
         raise ValueError(
             f"maps must have shape (N, K, C, H, W) with the (N, C, H, W) = {tuple(inputs.shape)} of the "
             f"inputs, got {tuple(maps.shape)}"

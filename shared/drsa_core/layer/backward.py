@@ -43,7 +43,8 @@ class BackwardPass:
     lost : float
         Share of the relevance at the layer that sits on zero activations.
     share_around : float or None
-        Share of what reaches the inputs by paths around the layer; None with `create_graph`.
+        Share of what reaches the inputs by paths around the layer; None with `create_graph`, and where no
+        input is floating point (token numbers).
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class BackwardPass:
         create_graph: bool = False,
         tolerance: float = TOLERANCE,
     ) -> None:
-        self._inputs = tuple(x.detach().clone().requires_grad_() for x in request.inputs)
+        # Token numbers and masks among the inputs have no gradient: they are constants.
+        inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in request.inputs)
+        self._inputs = tuple(x for x in inputs if x.is_floating_point())
         self._layer_name, self._create_graph = request.layer_name, create_graph
         self._cut = Cut(is_connected=create_graph)
         with torch.enable_grad():
-            self.output: Tensor = replace(request, inputs=self._inputs).run(self._cut)
+            self.output: Tensor = replace(request, inputs=inputs).run(self._cut)
             explained = request.select(self.output).sum() if start is None else self.output
             self.arriving, around = gradients_at_cut(
                 explained,
@@ -78,7 +81,7 @@ class BackwardPass:
             self.context = context_from_relevance(self._factor, self.arriving)
             self.lost = lost_relevance(self.activation, self.arriving.detach())
             warn_of_loss(self.lost, request.layer_name, tolerance)
-        self.share_around = None if create_graph else 0.0
+        self.share_around = None if create_graph or not self._inputs else 0.0
         if any(part is not None for part in around):
             self.share_around = share_around(around, self.below(self.arriving))
             warn_of_bypass(self.share_around, request.layer_name, tolerance)

@@ -37,7 +37,7 @@ def concept_grid(
     images : array or tensor, shape (N, C, H, W)
         Values in [0, 1], C = 1 or 3.
     maps : array or tensor, shape (N, K, C, H, W) or (N, K, H, W)
-        Their maps, as the adapters return them.
+        Their maps, as the adapters return them, or `Explanation.token_maps` (N, K, h, w).
     names : sequence of str, length K, optional
         Headings of the columns. Default "S1" … "SK".
     labels : sequence of str, length N, optional

@@ -41,7 +41,8 @@ def concept_maps(
     image : array or tensor, shape (C, H, W)
         Values in [0, 1], C = 1 or 3.
     maps : array or tensor, shape (K, C, H, W) or (K, H, W)
-        Maps of one image, e.g. `attribute(x)[0]`.
+        Maps of one image, e.g. `attribute(x)[0]`. Maps (K, h, w) of fewer positions than pixels, e.g.
+        `explain(x).token_maps[0]`, are spread over the image.
     names : sequence of str, optional
         Names of the concepts. Default "S1" … "SK".
     whole : array or tensor, shape (C, H, W) or (H, W), optional

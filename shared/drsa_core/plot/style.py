@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..parameters import as_int
+from ..token_maps import covers, spread
 from ..validation import ArrayLike, as_float_tensor, check_finite
 
 if TYPE_CHECKING:
@@ -39,9 +40,15 @@ def as_pictures(images: ArrayLike, name: str, n_dims: int) -> Tensor:
 
 
 def over_channels(maps: ArrayLike, name: str, leading: tuple[int, ...], size: tuple[int, int]) -> Tensor:
-    """Relevance summed over colour channels, (*leading, C, H, W) → (*leading, H, W); a −1 fits any length."""
+    """Relevance summed over colour channels, (*leading, C, H, W) → (*leading, H, W); a −1 fits any length.
+
+    Maps (*leading, h, w) of fewer positions than pixels, such as `Explanation.token_maps`, are spread over
+    the image.
+    """
     relevance = as_float_tensor(maps, name).cpu()
     n_leading = len(leading)
+    if relevance.ndim == n_leading + 2 and covers(relevance, size):
+        relevance = spread(relevance, size)
     fits = (
         relevance.ndim in (n_leading + 2, n_leading + 3)
         and tuple(relevance.shape[-2:]) == size
@@ -52,7 +59,7 @@ def over_channels(maps: ArrayLike, name: str, leading: tuple[int, ...], size: tu
         lead = "".join(f"{'K' if n == -1 else n}, " for n in leading)
         raise ValueError(
             f"{name} must have shape ({lead}C, {size[0]}, {size[1]}) or ({lead}{size[0]}, {size[1]}), as the "
-            f"image has, got {tuple(relevance.shape)}"
+            f"image has, or ({lead}h, w) with fewer positions, got {tuple(relevance.shape)}"
         )
     check_finite(relevance, name)
     return relevance.sum(-3) if relevance.ndim == n_leading + 3 else relevance

@@ -1,0 +1,53 @@
+"""What a user gives to `attribute`, checked: the inputs, and the additional forward arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from drsa_core.layer import Inputs
+from torch import Tensor
+
+
+def as_inputs(inputs: Inputs, method: str, must_be_floating: str | None) -> tuple[Tensor, ...]:
+    """Inputs (N, …) as a tuple of tensors that can be differentiated.
+
+    Parameters
+    ----------
+    method : str
+        What the inputs are for, for the message.
+    must_be_floating : {"all", "some", None}
+        Which of the inputs must be floating point.
+    """
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not tensors or not all(isinstance(x, Tensor) and x.ndim > 0 for x in tensors):
+        raise TypeError(
+            f"inputs must be a tensor (N, …) or a tuple of tensors, got {type(inputs).__name__}; NumPy "
+            "arrays and lists become tensors with torch.as_tensor"
+        )
+    if len({len(x) for x in tensors}) > 1 or not len(tensors[0]):
+        raise ValueError(
+            "all inputs must have the same number of examples, at least 1, along the first axis, got "
+            f"shapes {[tuple(x.shape) for x in tensors]}"
+        )
+    floating = [x.is_floating_point() for x in tensors]
+    if (must_be_floating == "all" and not all(floating)) or (
+        must_be_floating == "some" and not any(floating)
+    ):
+        dtype = next(x.dtype for x, is_floating in zip(tensors, floating, strict=True) if not is_floating)
+        raise TypeError(
+            f"{method} needs floating-point inputs, got {dtype}; convert images with .float(). For token "
+            "numbers wrap a layer method on the embedding, such as LayerIntegratedGradients, or a "
+            "perturbation method; pass masks as additional_forward_args"
+        )
+    with torch.inference_mode(False):  # a copy made outside of it can be differentiated
+        return tuple(x.clone() if x.is_inference() else x for x in tensors)
+
+
+def as_arguments(additional_forward_args: Any) -> tuple[Any, ...]:
+    """Additional forward arguments as a tuple, as Captum reads them."""
+    if additional_forward_args is None:
+        return ()
+    return (
+        additional_forward_args if isinstance(additional_forward_args, tuple) else (additional_forward_args,)
+    )

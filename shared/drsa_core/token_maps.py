@@ -1,0 +1,183 @@
+"""From tokens to pictures: relevance at the positions of a layer, arranged as the image that they cover."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .parameters import as_int
+
+#: More tokens than this before those of the image are no prefix, but a sign that the grid is wrong.
+_MAX_PREFIX = 16
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of a layer lie in the image.
+
+    Attributes
+    ----------
+    n_prefix : int
+        Tokens before those of the image: class token, registers.
+    grid : pair of int
+        Rows and columns of the tokens of the image.
+    """
+
+    n_prefix: int
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TokenMaps:
+    """Relevance R_k of each position of a layer, as pictures, and that of tokens which lie nowhere.
+
+    Attributes
+    ----------
+    maps : tensor, shape (N, K, h, w)
+        R_k at each position.
+    prefix : tensor, shape (N, K, n_prefix)
+        R_k of the tokens that were dropped: class token, registers.
+    """
+
+    maps: Tensor
+    prefix: Tensor
+
+    @property
+    def n_prefix(self) -> int:
+        """Number of tokens that were dropped."""
+        return int(self.prefix.shape[2])
+
+    @property
+    def prefix_share(self) -> float:
+        """Share of Σ|R_k| over all positions that sits on the tokens that were dropped."""
+        dropped = self.prefix.double().abs().sum()
+        total = dropped + self.maps.double().abs().sum()
+        return float(dropped / total) if total > 0 else 0.0
+
+    def over(self, size: tuple[int, int]) -> Tensor:
+        """The maps over images of `size` (H, W), shape (N, K, H, W); see `spread`."""
+        return spread(self.maps, size)
+
+    def __str__(self) -> str:
+        h, w = self.maps.shape[2:]
+        return (
+            f"{h} × {w} positions; {self.n_prefix} tokens before them dropped, which carry "
+            f"{self.prefix_share:.1%} of the absolute relevance"
+        )
+
+
+def find_layout(model: nn.Module | None, inputs: Any, n_positions: int) -> TokenLayout | None:
+    """Where `n_positions` tokens lie in the input images; None if that cannot be known.
+
+    A timm or open_clip model says it (`num_prefix_tokens`, `patch_embed.grid_size`, `grid_size`). Otherwise
+    it is the largest grid of the image's shape (a square for a square image), the rest being the prefix. That
+    takes images (N, C, H, W): tokens of a sentence form no picture.
+
+    Parameters
+    ----------
+    model : module or None
+        The model, or the part of it that is known.
+    inputs : tensor, or tuple of tensors
+        What the model was given.
+    """
+    for module in () if model is None else model.modules():
+        known = _known_layout(module)
+        if known is not None and known.n_prefix + math.prod(known.grid) == n_positions:
+            return known
+    image = inputs if isinstance(inputs, Tensor) else None
+    if image is None or image.ndim != 4 or n_positions < 1:
+        return None
+    height, width = int(image.shape[2]), int(image.shape[3])
+    common = math.gcd(height, width)
+    rows, columns = height // common, width // common
+    times = math.isqrt(n_positions // (rows * columns))
+    n_prefix = n_positions - rows * columns * times**2
+    if not times or n_prefix > _MAX_PREFIX:
+        return None
+    return TokenLayout(n_prefix, (rows * times, columns * times))
+
+
+def _known_layout(module: nn.Module) -> TokenLayout | None:
+    grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)  # timm
+    n_prefix = getattr(module, "num_prefix_tokens", None)
+    if grid is None and getattr(module, "class_embedding", None) is not None:  # open_clip
+        grid, n_prefix = getattr(module, "grid_size", None), 1
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or not isinstance(n_prefix, int):
+        return None
+    return TokenLayout(n_prefix, (int(grid[0]), int(grid[1])))
+
+
+def arrange(
+    relevance: Tensor,
+    layout: TokenLayout | None = None,
+    n_prefix: int | None = None,
+    grid: tuple[int, int] | None = None,
+) -> TokenMaps:
+    """Relevance of positions as pictures.
+
+    Parameters
+    ----------
+    relevance : tensor, shape (N, K, T) or (N, K, h, w)
+        R_k at each position. That of a convolution is a picture already.
+    layout : TokenLayout, optional
+        What is known about the model.
+    n_prefix, grid : int, pair of int, optional
+        To override it: tokens before those of the image, and rows and columns of the rest. One of them is
+        enough if the rest is a square.
+    """
+    if relevance.ndim == 4 and n_prefix is None and grid is None:
+        return TokenMaps(relevance, relevance.new_zeros(*relevance.shape[:2], 0))
+    if relevance.ndim != 3:
+        raise ValueError(
+            "relevance of positions must have shape (N, K, T), or (N, K, h, w) without n_prefix and grid, "
+            f"got {tuple(relevance.shape)}; a layer of vectors (N, D) has no positions"
+        )
+    n_tokens = int(relevance.shape[2])
+    if n_prefix is None and grid is None:
+        if layout is None:
+            raise ValueError(
+                f"the {n_tokens} positions of the layer form no picture that is known: neither does the "
+                "model say so (num_prefix_tokens, patch_embed.grid_size), nor do they cover an input image. "
+                "Give n_prefix and grid=(h, w), or use position_relevance as it is, e.g. for text"
+            )
+        n_prefix, (rows, columns) = layout.n_prefix, layout.grid
+    elif grid is None:
+        n_prefix = as_int(n_prefix, "n_prefix", 0)
+        rows = columns = math.isqrt(max(n_tokens - n_prefix, 0))
+    else:
+        rows, columns = (as_int(side, "grid", 1) for side in grid)
+        n_prefix = n_tokens - rows * columns if n_prefix is None else as_int(n_prefix, "n_prefix", 0)
+    if n_prefix < 0 or rows < 1 or n_prefix + rows * columns != n_tokens:
+        raise ValueError(
+            f"{n_prefix} tokens and a grid of {rows} × {columns} are not the {n_tokens} positions of the "
+            "layer; give n_prefix and grid=(h, w) with n_prefix + h · w of them"
+        )
+    pictures = relevance[:, :, n_prefix:].reshape(*relevance.shape[:2], rows, columns)
+    return TokenMaps(pictures, relevance[:, :, :n_prefix])
+
+
+def covers(maps: Tensor, size: tuple[int, int]) -> bool:
+    """Whether maps (…, h, w) have fewer positions along both axes than an image of `size` has pixels."""
+    return all(1 <= cells < pixels for cells, pixels in zip(maps.shape[-2:], size, strict=True))
+
+
+def spread(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Maps (…, h, w) over an image of `size` (H, W): each value is shared out evenly among its pixels.
+
+    So that totals stay what they are. A pixel belongs to the position that its centre lies in.
+    """
+    result = maps
+    for axis, length in ((-2, int(size[0])), (-1, int(size[1]))):
+        n_cells = int(maps.shape[axis])
+        if not 1 <= n_cells <= length:
+            raise ValueError(f"maps of {tuple(maps.shape[-2:])} positions cannot cover {tuple(size)} pixels")
+        cells = ((torch.arange(length) + 0.5) * n_cells / length).long().to(maps.device)
+        pixels = torch.bincount(cells, minlength=n_cells).to(maps)
+        shape = [1] * maps.ndim
+        shape[axis] = length
+        result = result.index_select(axis, cells) / pixels[cells].reshape(shape)
+    return result
