@@ -68,3 +68,13 @@ def attend(m: Any, query: Tensor, context: Tensor, mask: Tensor | None = None) -
     """
     result: Tensor = m.forward(query, context, mask)
     return result
+
+
+def window_bias(relative: Tensor, mask: Tensor | None, n_windows: int) -> Tensor:
+    """Relative positions (1, heads, T, T) and the mask (w, T, T) of shifted windows, for all windows.
+
+    The windows of one example come after one another, w of them.
+    """
+    if mask is None:
+        return relative
+    return relative + mask.unsqueeze(1).repeat(n_windows // len(mask), 1, 1, 1)

@@ -152,6 +152,10 @@ def inherits(module: nn.Module, package: str, *names: str) -> bool:
     return any(cls.__module__ == package and cls.__name__ in names for cls in type(module).__mro__)
 
 
+def unused(edits: Edits, module: nn.Module) -> None:
+    """A form for what the canonical form of its parent does not call."""
+
+
 def _norm(edits: Edits, module: nn.Module) -> None:
     edits.norm(module)
 

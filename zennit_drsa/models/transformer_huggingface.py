@@ -59,6 +59,7 @@ class TransformersModel(nn.Module):
                 "and of input_ids"
             )
         self.model, self.output = model, output
+        self.training = model.training
         self.is_text = model.main_input_name == "input_ids"
         if token_type_ids is not None and (not self.is_text or token_type_ids.ndim != 1):
             raise ValueError(
@@ -90,11 +91,12 @@ class TransformersModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Pixels (N, C, H, W) or word embeddings (N, T, E) to a tensor with N rows."""
         if not self.is_text:
-            found = self.model(pixel_values=x)
+            found = self.model(pixel_values=x, return_dict=True)
             present = None
         else:
             present = _present(x)
-            found = self.model(inputs_embeds=x, attention_mask=present.long(), **self._ids(x, present))
+            inputs = {"inputs_embeds": x, "attention_mask": present.long(), **self._ids(x, present)}
+            found = self.model(**inputs, return_dict=True)
         if self.output in ("logits", "pooler_output"):
             value = getattr(found, self.output, None)
             if not isinstance(value, Tensor):
@@ -138,6 +140,23 @@ def wrapper(edits: Edits, m: Any) -> None:
     """`TransformersModel`: the mean over tokens hands relevance down by contribution."""
     edits.part(m, "pool", WeightedPool())
     edits.attribute(m, "_pool", m.canonical_pool)
+
+
+def pooled_model(edits: Edits, m: Any) -> None:
+    """A model that returns hidden states and what it pools from them.
+
+    The hidden states become a copy: relevance of the pooled output passes through the original, and would be
+    counted at both.
+    """
+    original = m.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if m.pooler is not None and hasattr(found, "last_hidden_state"):
+            found.last_hidden_state = found.last_hidden_state.clone()
+        return found
+
+    edits.attribute(m, "forward", forward)
 
 
 def is_model_of(module: nn.Module, *names: str) -> bool:

@@ -10,7 +10,7 @@ from drsa_core.lrp import passing
 from torch import Tensor
 
 from .transformer_family import Edits, Family, Form
-from .transformer_huggingface import activations, attention, is_model_of, wrapper
+from .transformer_huggingface import activations, attention, is_model_of, pooled_model, wrapper
 from .transformer_parts import ContributionSum, PositionSum
 
 _TYPES = "type embeddings"
@@ -70,6 +70,7 @@ def _classification_head(edits: Edits, m: Any) -> None:
 
 def _like_bert(prefix: str) -> dict[str, Form]:
     return {
+        f"{prefix}Model": pooled_model,
         f"{prefix}Embeddings": _embeddings,
         f"{prefix}SelfAttention": attention("query", "key", "value", "num_attention_heads"),
         f"{prefix}SelfOutput": _normed_sum,
@@ -79,8 +80,8 @@ def _like_bert(prefix: str) -> dict[str, Form]:
 
 
 _LIKE_BERT = ("Bert", "Roberta", "XLMRoberta")
-_CALL_THEIR_CHILDREN = ("Attention", "Layer", "Encoder", "Intermediate", "Pooler", "Model")
-_MODELS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+_CALL_THEIR_CHILDREN = ("Attention", "Layer", "Encoder", "Intermediate", "Pooler")
+_MODELS = ("ForSequenceClassification", "ForTokenClassification")
 
 # ---------------------------------------------------------------------- DistilBERT
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .transformer_family import Edits, Family
-from .transformer_huggingface import activations, attention, is_model_of, wrapper
+from .transformer_huggingface import activations, attention, is_model_of, pooled_model, wrapper
 from .transformer_parts import ContributionSum, PositionSum, PrefixTokens
 
 
@@ -54,12 +54,13 @@ FAMILY = Family(
     is_network=lambda module: is_model_of(module, "vit"),
     forms={
         "TransformersModel": wrapper,
+        "ViTModel": pooled_model,
         "ViTEmbeddings": _embeddings,
         "ViTLayer": _layer,
         "ViTAttention": attention("q_proj", "k_proj", "v_proj", "num_attention_heads", "o_proj"),
         **activations(),
     },
     as_they_are=frozenset(
-        {"ViTModel", "ViTForImageClassification", "ViTPatchEmbeddings", "ViTMLP", "ViTPooler"}
+        {"ViTForImageClassification", "ViTPatchEmbeddings", "ViTMLP", "ViTPooler"}
     ),
 )
