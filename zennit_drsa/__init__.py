@@ -13,6 +13,7 @@ from .models.timm import TimmCanonizer
 from .models.torchvision import TorchvisionCanonizer
 from .models.transformer import TransformerCanonizer
 from .models.transformer_gamma import TransformerGamma
+from .models.transformer_huggingface import TransformersModel
 from .models.vgg import VGGGamma
 from .zennit_pairs import collect
 
@@ -28,6 +29,7 @@ __all__ = [
     "TorchvisionCanonizer",
     "TransformerCanonizer",
     "TransformerGamma",
+    "TransformersModel",
     "VGGGamma",
     "VirtualLayer",
     "collect",

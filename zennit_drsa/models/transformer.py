@@ -73,8 +73,16 @@ def transformer_families() -> list[Family]:
 
 
 def _networks(root_module: nn.Module) -> list[tuple[Family, nn.Module]]:
+    """Networks of a known family, the outermost where one holds another."""
     families = transformer_families()
-    return [(f, module) for module in root_module.modules() for f in families if f.is_network(module)]
+    found: list[tuple[Family, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for module in root_module.modules():  # what holds a module comes before it
+        family = next((f for f in families if f.is_network(module)), None)
+        if family is not None and module not in inside:
+            found.append((family, module))
+            inside.update(module.modules())
+    return found
 
 
 def _refusal(root: nn.Module) -> str:

@@ -80,6 +80,7 @@ class Edits:
         self.forward(module, linear_norm(module, is_centred))
 
 
+_OWN = __name__.partition(".")[0]
 Form: TypeAlias = Callable[[Edits, Any], None]
 
 
@@ -92,7 +93,8 @@ class Family:
     name : str
         As it is named to users.
     library : str
-        The package that the classes in `forms` and `as_they_are` come from.
+        The package that the classes in `forms` and `as_they_are` come from. Those in `forms` may also be
+        torch's or our own.
     is_network : function
         Whether a module is a network of this family.
     forms : mapping of str to function
@@ -130,7 +132,7 @@ class Family:
                 )
 
     def _form(self, found: type[nn.Module]) -> Form | None:
-        if self._is_from(found, self.library) and found.__name__ in self.forms:
+        if self._is_from(found, self.library, "torch", _OWN) and found.__name__ in self.forms:
             return self.forms[found.__name__]
         if self._is_from(found, self.library, "torch", "timm") and found.__name__ in COMMON_FORMS:
             return COMMON_FORMS[found.__name__]
@@ -143,6 +145,15 @@ class Family:
     @staticmethod
     def _is_from(found: type[nn.Module], *libraries: str) -> bool:
         return found.__module__.partition(".")[0] in libraries
+
+
+def inherits(module: nn.Module, package: str, *names: str) -> bool:
+    """Whether a module is of one of these classes, defined in a package, or of one that inherits from it."""
+    return any(cls.__module__ == package and cls.__name__ in names for cls in type(module).__mro__)
+
+
+def unused(edits: Edits, module: nn.Module) -> None:
+    """A form for what the canonical form of its parent does not call."""
 
 
 def _norm(edits: Edits, module: nn.Module) -> None:
@@ -181,4 +192,7 @@ COMMON_FORMS: Mapping[str, Form] = {
 """Modules whose canonical form is the same in every family."""
 
 # Layers that composites have rules for, containers, and identities in evaluation mode.
-_TORCH_LAYERS = ("Linear", "Conv2d", "Identity", "Sequential", "ModuleList", "Module", "Dropout")
+_TORCH_LAYERS = (
+    *("Linear", "Conv2d", "Embedding"),
+    *("Identity", "Sequential", "ModuleList", "Module", "Dropout"),
+)

@@ -36,9 +36,11 @@ class ContributionSum(CanonicalPart):
 
 
 class PositionSum(CanonicalPart):
-    """Tokens plus their position embeddings, which keep their part of the relevance."""
+    """Tokens plus their position embeddings, or other learned ones, which keep their part of the relevance."""
 
-    keeps = "position embeddings"
+    def __init__(self, keeps: str = "position embeddings") -> None:
+        super().__init__()
+        self.keeps = keeps
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         """The sum of tokens (N, T, D) and what does not depend on the input, broadcast to it."""
@@ -69,6 +71,14 @@ class TokenPool(CanonicalPart):
     def forward(self, x: Tensor) -> Tensor:
         """The mean, the maximum, or the mean of both."""
         return by_contribution(self._pool, x)
+
+
+class WeightedPool(CanonicalPart):
+    """Tokens (N, T, D) pooled to (N, D) with fixed weights: each has relevance by its contribution."""
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum of tokens with weights (N, T)."""
+        return by_contribution(lambda tokens: (tokens * weights.unsqueeze(-1)).sum(1), x)
 
 
 _POOLS: dict[str, Callable[[Tensor], Tensor]] = {

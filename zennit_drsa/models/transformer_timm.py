@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from drsa_core.lrp import passing
-from torch import Tensor, nn
+from torch import Tensor
 
-from .transformer_family import Edits, Family
+from .transformer_attention import additive, merge_heads, split_heads
+from .transformer_family import Edits, Family, inherits
 from .transformer_parts import (
     AttentionProduct,
     ContributionSum,
@@ -21,25 +22,7 @@ from .transformer_parts import (
 _NETWORKS = ("VisionTransformer", "VisionTransformerDistilled")
 
 
-def is_vision_transformer(module: nn.Module) -> bool:
-    """Whether a module is timm's `VisionTransformer` or of a class that inherits from it."""
-    return any(
-        cls.__module__ == "timm.models.vision_transformer" and cls.__name__ == "VisionTransformer"
-        for cls in type(module).__mro__
-    )
-
-
 # ---------------------------------------------------------------------- attention
-
-
-def split_heads(x: Tensor, n_heads: int) -> Tensor:
-    """(N, T, D) to (N, heads, T, D / heads)."""
-    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(N, heads, T, d) to (N, T, heads · d)."""
-    return x.transpose(1, 2).flatten(2)
 
 
 def _check_mask(is_causal: bool) -> None:
@@ -48,13 +31,6 @@ def _check_mask(is_causal: bool) -> None:
             "is_causal=True makes a causal decoder of the VisionTransformer; TransformerCanonizer is for "
             "encoders, in which each token sees all others. Leave is_causal at False"
         )
-
-
-def _additive(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """A mask as it is added to the logits of attention: a boolean one is true where a token is seen."""
-    if mask is None or mask.is_floating_point():
-        return mask
-    return x.new_zeros(mask.shape).masked_fill_(~mask, float("-inf"))
 
 
 def _attention(edits: Edits, m: Any) -> None:
@@ -69,7 +45,7 @@ def _attention(edits: Edits, m: Any) -> None:
         q = m.q_norm(split_heads(m.canonical_query(source), m.num_heads))
         k = m.k_norm(split_heads(m.canonical_key(source), m.num_heads))
         v = split_heads(m.canonical_value(x), m.num_heads)
-        z = m.norm(merge_heads(m.canonical_attention(q, k, v, _additive(attn_mask, x))))
+        z = m.norm(merge_heads(m.canonical_attention(q, k, v, additive(attn_mask, x))))
         if getattr(m, "gate", None) is not None:
             z = m.canonical_gate(z, passing(m.gate(source), torch.sigmoid))
         return m.proj_drop(m.proj(z))
@@ -94,7 +70,7 @@ def _attention_pool(edits: Edits, m: Any) -> None:
         q = m.q_norm(split_heads(m.q(latent).detach(), m.num_heads)).detach()
         k = m.k_norm(split_heads(m.canonical_key(m.canonical_attention.source(x)), m.num_heads))
         v = split_heads(m.canonical_value(x), m.num_heads)
-        z = merge_heads(m.canonical_attention(q, k, v, _additive(attn_mask, x)))
+        z = merge_heads(m.canonical_attention(q, k, v, additive(attn_mask, x)))
         z = m.proj_drop(m.proj(z))
         if m.mlp is not None:
             z = m.canonical_sum(z, m.mlp(m.norm(z)))
@@ -167,7 +143,7 @@ def _parallel_scaling_block(edits: Edits, m: Any) -> None:
         q = m.q_norm(split_heads(m.canonical_query(source), m.num_heads))
         k = m.k_norm(split_heads(m.canonical_key(source), m.num_heads))
         v = split_heads(m.canonical_value(y), m.num_heads)
-        attended = merge_heads(m.canonical_attention(q, k, v, _additive(attn_mask, x)))
+        attended = merge_heads(m.canonical_attention(q, k, v, additive(attn_mask, x)))
         hidden = m.mlp_drop(m.mlp_act(m.canonical_mlp(y)))
         if m.out_proj is not None:
             z = m.out_proj(torch.cat((attended, hidden), dim=-1))
@@ -275,7 +251,7 @@ def _distilled_head(m: Any) -> Any:
 FAMILY = Family(
     name="timm's VisionTransformer (ViT, DeiT, DINOv2, the image towers of CLIP and SigLIP)",
     library="timm",
-    is_network=is_vision_transformer,
+    is_network=lambda module: inherits(module, "timm.models.vision_transformer", "VisionTransformer"),
     forms={
         "VisionTransformer": _network,
         "Block": _block,

@@ -1,0 +1,212 @@
+"""Models of Hugging Face's `transformers` as functions of one tensor, and what their families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .transformer_attention import additive, merge_heads, split_heads
+from .transformer_family import Edits, Form
+from .transformer_parts import AttentionProduct, WeightedPool
+
+_OUTPUTS = ("logits", "pooler_output", "first", "mean")
+_ACTIVATIONS = (
+    *("GELUActivation", "NewGELUActivation", "FastGELUActivation", "QuickGELUActivation"),
+    *("AccurateGELUActivation", "ClippedGELUActivation", "SiLUActivation", "MishActivation"),
+)
+
+
+class TransformersModel(nn.Module):
+    """A model of `transformers` as a function from one tensor to another, which is what attributors take.
+
+    An image model takes pixels (N, C, H, W). A text model takes the word embeddings (N, T, E) of its tokens,
+    as token ids have no relevance; `embed` looks them up. Concept maps of text are then (N, K, T, E), and
+    (N, K, T) summed over E. A token whose embedding is zero is padding: no other token sees it. So sentences
+    of several lengths may be in one batch, whatever its order, and each is explained as it is alone. If there
+    is nothing but zeros, all tokens are seen.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    output : {"logits", "pooler_output", "first", "mean"}
+        What to return: logits, the pooled output, or of the last hidden state the first token or the mean
+        over tokens that are not padding.
+    token_type_ids : tensor of int, shape (T,), optional
+        Which sentence each token belongs to, the same in all examples. Default: the first.
+
+    Examples
+    --------
+    >>> model = TransformersModel(AutoModel.from_pretrained(name), "mean")    # doctest: +SKIP
+    >>> x = model.embed(**tokenizer(sentences, padding=True, return_tensors="pt"))    # doctest: +SKIP
+    >>> attributor = Gradient(model, TransformerGamma())    # doctest: +SKIP
+    >>> DisentangledAttributor(attributor, "model.encoder.layer.3", channel_dim=-1)    # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: nn.Module, output: str = "logits", token_type_ids: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        if not hasattr(model, "main_input_name") or not hasattr(model, "config"):
+            raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+        if output not in _OUTPUTS:
+            raise ValueError(f"output must be one of {', '.join(_OUTPUTS)}, got {output!r}")
+        if model.main_input_name not in ("pixel_values", "input_ids"):
+            raise ValueError(
+                f"{type(model).__name__} takes {model.main_input_name}; supported are models of pixel_values "
+                "and of input_ids"
+            )
+        self.model, self.output = model, output
+        self.training = model.training
+        self.is_text = model.main_input_name == "input_ids"
+        if token_type_ids is not None and (not self.is_text or token_type_ids.ndim != 1):
+            raise ValueError(
+                "token_type_ids must be of shape (T,) and for a text model, got "
+                f"{tuple(token_type_ids.shape)} for {type(model).__name__}"
+            )
+        self.register_buffer("token_type_ids", token_type_ids, persistent=False)
+
+    def embed(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object) -> Tensor:
+        """Word embeddings (N, T, E) of token ids (N, T), zero where the mask (N, T) is.
+
+        What else a tokenizer gives is not used; see `token_type_ids` above.
+        """
+        if not self.is_text:
+            raise ValueError(f"{type(self.model).__name__} takes pixels and has no word embeddings")
+        model: Any = self.model
+        with torch.no_grad():
+            x: Tensor = model.get_input_embeddings()(input_ids)
+            if attention_mask is not None:
+                x = torch.where(attention_mask.bool().unsqueeze(-1), x, 0)
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if bool((seen.bool() & ~(x != 0).any(-1)).any()):
+            raise ValueError(
+                "the embedding of a token that is not padding is zero, by which padding is known here; pass "
+                "attention_mask, as the tokenizer returns it"
+            )
+        return x.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pixels (N, C, H, W) or word embeddings (N, T, E) to a tensor with N rows."""
+        if not self.is_text:
+            found = self.model(pixel_values=x, return_dict=True)
+            present = None
+        else:
+            present = _present(x)
+            inputs = {"inputs_embeds": x, "attention_mask": present.long(), **self._ids(x, present)}
+            found = self.model(**inputs, return_dict=True)
+        if self.output in ("logits", "pooler_output"):
+            value = getattr(found, self.output, None)
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{type(self.model).__name__} returns no {self.output}; pass output= one of "
+                    f"{', '.join(_OUTPUTS)}"
+                )
+            return value
+        hidden: Tensor = found.last_hidden_state
+        if self.output == "first":
+            return hidden[:, 0]
+        weights = hidden.new_ones(hidden.shape[:2]) if present is None else present.to(hidden.dtype)
+        return self._pool(hidden, weights / weights.sum(1, keepdim=True))
+
+    def _pool(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        return (hidden * weights.unsqueeze(-1)).sum(1)
+
+    def _ids(self, x: Tensor, present: Tensor) -> dict[str, Tensor]:
+        """Token types if there are any; and positions for RoBERTa, which counts without padding."""
+        ids: dict[str, Tensor] = {}
+        if isinstance(self.token_type_ids, Tensor):
+            ids["token_type_ids"] = self.token_type_ids.expand(x.shape[:2])
+        model: Any = self.model
+        padding = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
+        if padding is not None:
+            ids["position_ids"] = present.long().cumsum(1) * present + padding
+        return ids
+
+
+def _present(x: Tensor) -> Tensor:
+    """Which tokens (N, T) of embeddings (N, T, E) are not padding."""
+    if x.ndim != 3:
+        raise ValueError(
+            f"a text model takes word embeddings (N, T, E), got {tuple(x.shape)}; see TransformersModel.embed"
+        )
+    present = (x.detach() != 0).any(-1)
+    return present | ~present.any(1, keepdim=True)
+
+
+def wrapper(edits: Edits, m: Any) -> None:
+    """`TransformersModel`: the mean over tokens hands relevance down by contribution."""
+    edits.part(m, "pool", WeightedPool())
+    edits.attribute(m, "_pool", m.canonical_pool)
+
+
+def pooled_model(edits: Edits, m: Any) -> None:
+    """A model that returns hidden states and what it pools from them.
+
+    The hidden states become a copy: relevance of the pooled output passes through the original, and would be
+    counted at both.
+    """
+    original = m.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if m.pooler is not None and hasattr(found, "last_hidden_state"):
+            found.last_hidden_state = found.last_hidden_state.clone()
+        return found
+
+    edits.attribute(m, "forward", forward)
+
+
+def is_model_of(module: nn.Module, *names: str) -> bool:
+    """Whether a module is a model of `transformers.models.<name>`, by itself or as `TransformersModel`."""
+    if isinstance(module, TransformersModel):
+        module = module.model
+    return any(
+        cls.__module__ == f"transformers.models.{name}.modeling_{name}"
+        and cls.__name__.endswith("PreTrainedModel")
+        for cls in type(module).__mro__
+        for name in names
+    )
+
+
+def attention(query: str, key: str, value: str, n_heads: str, output: str | None = None) -> Form:
+    """Attention, by the names of its projections and of its number of heads; fused or eager."""
+
+    def form(edits: Edits, m: Any) -> None:
+        _check_encoder(m)
+        edits.part(m, "attention", AttentionProduct(edits.reading, m.scaling))
+
+        def forward(
+            hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object
+        ) -> tuple[Tensor, None]:
+            source, heads = m.canonical_attention.source(hidden_states), getattr(m, n_heads)
+            q = split_heads(getattr(m, query)(source), heads)
+            k = split_heads(getattr(m, key)(source), heads)
+            v = split_heads(getattr(m, value)(hidden_states), heads)
+            z = merge_heads(m.canonical_attention(q, k, v, additive(attention_mask, q)))
+            return (z if output is None else getattr(m, output)(z)), None
+
+        edits.attribute(m, "forward", forward)
+
+    return form
+
+
+def _check_encoder(m: Any) -> None:
+    name, how = type(m).__name__, m.config._attn_implementation
+    if getattr(m.config, "is_decoder", False) or getattr(m, "is_causal", False):
+        raise ValueError(
+            f"{name} is part of a decoder (config.is_decoder): cross-attention and causal decoders are not "
+            "supported, use Integrated Gradients or another method without rules there"
+        )
+    if how not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{name} attends by {how!r}, which cannot be opened; load the model with "
+            "attn_implementation='sdpa' or 'eager', or call model.set_attn_implementation('sdpa')"
+        )
+
+
+def activations() -> dict[str, Callable[[Edits, Any], None]]:
+    """Activations of `transformers`, which pass relevance."""
+    return dict.fromkeys(_ACTIVATIONS, lambda edits, m: edits.pass_relevance(m))
