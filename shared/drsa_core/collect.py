@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -85,7 +85,8 @@ def collect_pairs(
             of_batch = labels_of(batch) if isinstance(target, str) else target
             chosen = targets_of_batch(of_batch, 0 if isinstance(target, str) else first, n_batch)
             a, c = context(inputs, chosen)
-            kept.put(number, pairs_at_positions(a, c, positions, seed, first, channel_dim))
+            images = range(first, first + n_batch)
+            kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim))
         if not isinstance(target, str):
             check_length(target, batches.n_images)
         if not batches.n_images:
@@ -95,7 +96,7 @@ def collect_pairs(
 
 
 def pairs_at_positions(
-    a: Tensor, c: Tensor, positions: int | None, seed: int, first: int, channel_dim: int
+    a: Tensor, c: Tensor, positions: int | None, seed: int, images: Sequence[int], channel_dim: int
 ) -> Pairs:
     """Pairs of a batch at random positions of each image, which its number in the data set decides.
 
@@ -104,15 +105,17 @@ def pairs_at_positions(
     a, c : tensor, shape (N, …, D, …)
     positions : int or None
         Positions per image; None for all.
-    seed, first : int
-        Seed of the positions, and the number of the first image in the whole data set.
+    seed : int
+        Of the positions.
+    images : sequence of int, length N
+        Numbers of the images in the whole data set.
     channel_dim : int
     """
     parts = []
     a, c = as_float_tensor(a, "activations"), as_float_tensor(c, "contexts")
-    for i in range(len(a)):
+    for i, image in enumerate(images):
         # 2**63 bounds what a generator takes; the odd factor keeps the seeds of neighbours apart.
-        generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * (first + i)) % 2**63)
+        generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * image) % 2**63)
         parts.append(sample_pairs(a[i : i + 1], c[i : i + 1], positions, generator, channel_dim))
     return Pairs.concatenate(parts)
 

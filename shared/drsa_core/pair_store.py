@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from .atomic_files import remove_stale, write_atomically
-from .file_locks import try_lock, unlock
+from .atomic_files import remove_leftovers, write_json
+from .file_locks import locked
 from .pair_shards import MEMORY, PairShards
 from .pairs import Pairs, check_pair_file, pair_file_images
 from .provenance import COLLECTION, Provenance
@@ -85,8 +82,9 @@ class PairStore:
         RuntimeError
             If another writer is at work.
         """
-        with self._locked(_LOCK if ranks.size == 1 else f"{_LOCK}-{ranks.rank}-of-{ranks.size}"):
-            self._remove_leftovers()
+        with locked(self.folder, ranks.name_of(_LOCK)):
+            # Those of writers at work, such as other ranks, are locked.
+            remove_leftovers(self.folder)
             self._check_provenance(provenance)
             self._n_known = len(self)
             writer = PairWriter(self, provenance)
@@ -161,8 +159,8 @@ class PairStore:
     def close(self, numbers: Iterable[int], provenance: Provenance | None) -> None:
         """Say which batches make up this store, where their numbers have gaps, and how they were made."""
         if provenance is not None:
-            _write_json(self.folder / _PROVENANCE, provenance.as_dict())
-        _write_json(self.folder / _BATCHES, sorted(numbers))
+            write_json(self.folder / _PROVENANCE, provenance.as_dict())
+        write_json(self.folder / _BATCHES, sorted(numbers))
 
     def _expected(self) -> list[int]:
         """Numbers of the batches that should be there: all, where the store was not closed."""
@@ -198,7 +196,7 @@ class PairStore:
             # Nothing is there that could be mixed up with other pairs.
             (self.folder / _PROVENANCE).unlink(missing_ok=True)
             if provenance is not None:
-                _write_json(self.folder / _PROVENANCE, provenance.as_dict())
+                write_json(self.folder / _PROVENANCE, provenance.as_dict())
             return
         made = self.provenance
         if made is None and provenance is None:
@@ -218,39 +216,6 @@ class PairStore:
             raise ValueError(
                 f"{self.folder} holds pairs of another collection: {'; '.join(differences)}; {what_to_do}"
             )
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                free = try_lock(descriptor)
-            except OSError as error:
-                raise OSError(
-                    error.errno, f"cannot lock {self.folder / name} ({error.strerror}); use a local folder"
-                ) from error
-            if not free:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") if hasattr(os, "pread") else ""
-                raise RuntimeError(
-                    f"another writer{f' ({holder})' if holder else ''} is adding to {self.folder}; wait "
-                    "until it is done, or use another folder"
-                )
-            os.ftruncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-            try:
-                yield
-            finally:
-                unlock(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _remove_leftovers(self) -> None:
-        """Temporary files of killed writers; those of writers at work, such as other ranks, are locked."""
-        for file in list(self.folder.glob(".*.safetensors.*")) + list(self.folder.glob(f".{_PROVENANCE}.*")):
-            target = re.sub(r"^\.(.*?\.(safetensors|json))\..*$", r"\1", file.name)
-            if target == _PROVENANCE or _BATCH.fullmatch(target):
-                remove_stale(self.folder / target, min_age=0)
 
 
 class PairWriter:
@@ -310,7 +275,3 @@ class PairWriter:
         pairs.save(file)
         self._n_done += 1
         self._store._n_known = self._n_done
-
-
-def _write_json(file: Path, content: Any) -> None:
-    write_atomically(file, [json.dumps(content, indent=1).encode()])

@@ -50,6 +50,10 @@ class Ranks:
         """Whether this is the rank that reports for all."""
         return self.rank == 0
 
+    def name_of(self, file: str) -> str:
+        """The name of a file that every rank has for itself."""
+        return file if self.size == 1 else f"{file}-{self.rank}-of-{self.size}"
+
     def share(self, n: int) -> range:
         """The numbers out of 0 … n − 1 that are this rank's: a row without gaps, rank after rank."""
         return range(n * self.rank // self.size, n * (self.rank + 1) // self.size)
