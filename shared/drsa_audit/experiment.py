@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Pairs, PairStore, Subspaces
-from drsa_core.atomic_files import write_atomically
+from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
     check_maps,
@@ -83,6 +83,8 @@ class Experiment:
         self._images: dict[str, tuple[Tensor, list[str]]] = {}
         self.unreadable: set[str] = set()
         out.mkdir(parents=True, exist_ok=True)
+        for folder in (out, *(path for path in out.rglob("*") if path.is_dir())):
+            remove_leftovers(folder)  # of a run that was killed
         begun = out / "settings.json"
         if begun.exists():
             before = json.loads(begun.read_text())

@@ -10,9 +10,12 @@ from .layer import (
     find_layer,
     lost_relevance,
 )
+from .many_classes import ClassIndex, fit_many
+from .pair_shards import PairShards
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
 from .provenance import Provenance, ProvenanceWarning, check_provenance, describe_target, target_order
+from .ranks import RankError, Ranks, joined_ranks
 from .solvers import (
     DRSA,
     DSA,
@@ -34,17 +37,21 @@ __all__ = [
     "PCA",
     "PRCA",
     "Certificate",
+    "ClassIndex",
     "ConvergenceWarning",
     "Explanation",
     "Losses",
     "MaxRel",
     "NotFittedError",
+    "PairShards",
     "PairStore",
     "PairWriter",
     "Pairs",
     "Provenance",
     "ProvenanceWarning",
     "RandomSubspaces",
+    "RankError",
+    "Ranks",
     "RelevanceLossWarning",
     "Subspaces",
     "TokenLayout",
@@ -55,7 +62,9 @@ __all__ = [
     "filter_context",
     "filter_relevance",
     "find_layer",
+    "fit_many",
     "ibd_subspaces",
+    "joined_ranks",
     "lost_relevance",
     "model_fingerprint",
     "netdissect_subspaces",

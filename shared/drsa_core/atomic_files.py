@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -11,11 +12,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .file_locks import try_lock
 
 # A writer locks its file right after it made it; nobody needs an hour for that.
 _STALE_AFTER_SECONDS = 3600.0
+_TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.tmp")
 
 
 def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memoryview]) -> None:
@@ -68,6 +71,18 @@ def remove_stale(target: Path, min_age: float = _STALE_AFTER_SECONDS) -> None:
             with suppress(OSError):  # another one was faster, or it is not ours to remove
                 if time.time() - file.stat().st_mtime >= min_age and not _is_held(file):
                     file.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder, whatever it was to become, but nothing in its folders."""
+    for file in list(folder.glob(".*.tmp")):
+        if match := _TEMPORARY.fullmatch(file.name):
+            remove_stale(folder / match[1], min_age=0)
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Write JSON atomically."""
+    write_atomically(path, [json.dumps(content, indent=1).encode()])
 
 
 def _is_held(file: Path) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from .layer.request import Inputs
-from .pair_store import PairStore
+from .numbered_batches import NumberedBatches, inputs_of
+from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
 from .parameters import as_int, as_seed
 from .provenance import Provenance, describe_target, target_order
+from .ranks import ALONE, RankError, Ranks
 from .target import LABEL, Target, check_length, targets_of_batch
 from .validation import as_float_tensor
 
@@ -30,6 +31,7 @@ def collect_pairs(
     progress: bool | None = None,
     device: torch.device | None = None,
     channel_dim: int = 1,
+    ranks: Ranks = ALONE,
     **origin: Any,
 ) -> Pairs:
     """Pairs at random positions of every image of a loader.
@@ -56,18 +58,19 @@ def collect_pairs(
         Where to move the inputs.
     channel_dim : int
         Axis of the features in the activation.
+    ranks : Ranks
+        From `joined_ranks`. Each rank does an equal part of the batches and returns its pairs; in rank order
+        these are, bit for bit, those of one process. The store may be one folder for all ranks, or one on
+        each machine.
     **origin
         `backend`, `method`, `layer` and `model` of the pairs' `Provenance`.
     """
-    if isinstance(loader, Tensor):
-        raise TypeError(
-            f"loader must give batches, got one tensor of shape {tuple(loader.shape)}; for one batch pass [x]"
-        )
     if isinstance(target, str) and target != LABEL:
         raise ValueError(f"target must be an index, a list of them, a function or {LABEL!r}, got {target!r}")
     positions = None if positions is None else as_int(positions, "positions", 1)
     random_state = as_seed(random_state)
-    seed = torch.Generator().seed() if random_state is None else random_state
+    batches = NumberedBatches(loader, ranks, progress)
+    seed = ranks.from_first(torch.Generator().seed()) if random_state is None else random_state
     provenance = Provenance(
         **origin,
         channel_dim=channel_dim,
@@ -76,76 +79,107 @@ def collect_pairs(
         random_state=random_state,
         target_order=None if isinstance(target, str | tuple) else target_order(target),
     )
-    n_images = 0
-    with _kept(store, provenance) as (n_done, keep, load):
-        hidden = None if progress is None else not progress  # None: tqdm shows it on a terminal
-        n_batches = 0
-        for batch in tqdm(loader, desc="collecting pairs", unit="batch", disable=hidden):
-            inputs = _inputs_of(batch, device)
-            n_batch = len(inputs[0] if isinstance(inputs, tuple) else inputs)
-            if not n_batch:
-                continue
-            first, n_images = n_images, n_images + n_batch
-            n_batches += 1
-            if n_batches <= n_done:
-                continue
-            of_batch = _labels_of(batch) if isinstance(target, str) else target
+    with _kept(store, provenance, ranks) as kept:
+        for number, first, n_batch, batch in batches.missing(kept.holds):
+            inputs = moved(inputs_of(batch), device)
+            of_batch = labels_of(batch) if isinstance(target, str) else target
             chosen = targets_of_batch(of_batch, 0 if isinstance(target, str) else first, n_batch)
             a, c = context(inputs, chosen)
-            keep(_at_positions(a, c, positions, seed, first, channel_dim))
+            images = range(first, first + n_batch)
+            kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim))
         if not isinstance(target, str):
-            check_length(target, n_images)
-        if not n_images:
+            check_length(target, batches.n_images)
+        if not batches.n_images:
             raise ValueError("the loader gave no images; an iterator can be used up only once")
-        return load()
+        ranks.meet("the end of the collection")
+        return kept.load(batches.own).with_provenance(provenance)
 
 
-def _at_positions(
-    a: Tensor, c: Tensor, positions: int | None, seed: int, first: int, channel_dim: int
+def pairs_at_positions(
+    a: Tensor, c: Tensor, positions: int | None, seed: int, images: Sequence[int], channel_dim: int
 ) -> Pairs:
+    """Pairs of a batch at random positions of each image, which its number in the data set decides.
+
+    Parameters
+    ----------
+    a, c : tensor, shape (N, …, D, …)
+    positions : int or None
+        Positions per image; None for all.
+    seed : int
+        Of the positions.
+    images : sequence of int, length N
+        Numbers of the images in the whole data set.
+    channel_dim : int
+    """
     parts = []
     a, c = as_float_tensor(a, "activations"), as_float_tensor(c, "contexts")
-    for i in range(len(a)):
+    for i, image in enumerate(images):
         # 2**63 bounds what a generator takes; the odd factor keeps the seeds of neighbours apart.
-        generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * (first + i)) % 2**63)
+        generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * image) % 2**63)
         parts.append(sample_pairs(a[i : i + 1], c[i : i + 1], positions, generator, channel_dim))
     return Pairs.concatenate(parts)
 
 
+class _Kept(Protocol):
+    """Where the pairs of each batch go."""
+
+    def holds(self, number: int, n_images: int) -> bool:
+        """Whether a batch is there."""
+
+    def put(self, number: int, pairs: Pairs) -> None:
+        """Keep a batch."""
+
+    def load(self, numbers: range) -> Pairs:
+        """The pairs of some batches."""
+
+
+class _InMemory:
+    def __init__(self) -> None:
+        self.parts: dict[int, Pairs] = {}
+
+    def holds(self, number: int, n_images: int) -> bool:
+        return number in self.parts
+
+    def put(self, number: int, pairs: Pairs) -> None:
+        self.parts[number] = pairs.to("cpu")
+
+    def load(self, numbers: range) -> Pairs:
+        return Pairs.concatenate([self.parts[number] for number in numbers])
+
+
+class _InStore:
+    def __init__(self, store: PairStore, writer: PairWriter) -> None:
+        self.store, self.holds, self.put = store, writer.holds, writer.put
+
+    def load(self, numbers: range) -> Pairs:
+        return self.store.load(numbers=numbers)
+
+
 @contextmanager
-def _kept(
-    store: PairStore | None, provenance: Provenance
-) -> Iterator[tuple[int, Callable[[Pairs], None], Callable[[], Pairs]]]:
-    """How many batches are there, where to put the next one, and how to get all."""
-    if store is not None:
-        with store.writing(provenance) as writer:
-            yield writer.n_done, writer.append, store.load
+def _kept(store: PairStore | None, provenance: Provenance, ranks: Ranks) -> Iterator[_Kept]:
+    if store is None:
+        yield _InMemory()
         return
-    parts: list[Pairs] = []
-
-    def keep(pairs: Pairs) -> None:
-        parts.append(pairs.to("cpu"))
-
-    yield 0, keep, lambda: Pairs.concatenate(parts).with_provenance(provenance)
-
-
-def _inputs_of(batch: Any, device: torch.device | None) -> Inputs:
-    inputs = batch
-    if isinstance(batch, list | tuple) and batch:
-        inputs = batch[0]
-        if isinstance(inputs, list | tuple):
-            inputs = tuple(inputs)
-    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise TypeError(
-            "loader must give tensors, or tuples or lists that start with the input (a tensor or a tuple of "
-            f"tensors), got {type(batch).__name__}; NumPy arrays become tensors with torch.as_tensor"
-        )
-    moved = tuple(tensor.detach().to(device) for tensor in tensors)
-    return moved if isinstance(inputs, tuple) else moved[0]
+    with ExitStack() as stack:
+        writer: PairWriter | None = None
+        for is_turn in (ranks.is_first, not ranks.is_first):  # the first rank says how the pairs are made
+            with ranks.all_or_none(f"opening {store.folder}"):
+                if is_turn:
+                    writer = stack.enter_context(store.writing(provenance, ranks))
+        if writer is None:
+            raise RankError(f"{store.folder} was not opened")
+        yield _InStore(store, writer)
 
 
-def _labels_of(batch: Any) -> Tensor:
+def moved(inputs: Inputs, device: torch.device | None) -> Inputs:
+    """Inputs without their graph, on a device."""
+    if isinstance(inputs, tuple):
+        return tuple(tensor.detach().to(device) for tensor in inputs)
+    return inputs.detach().to(device)
+
+
+def labels_of(batch: Any) -> Tensor:
+    """The labels of a batch: its second entry."""
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise TypeError(f"target={LABEL!r} needs batches (inputs, labels, …), got {type(batch).__name__}")
     return torch.as_tensor(batch[1])

@@ -14,6 +14,7 @@ from .layer import Inputs, check_fits, sum_over_positions
 from .pair_store import PairStore
 from .pairs import Pairs
 from .provenance import Provenance, TargetDescription, check_provenance, describe_target
+from .ranks import ALONE, Ranks
 from .solvers.drsa import DRSA
 from .solvers.estimator import Solver, learn_subspaces
 from .subspaces import Subspaces
@@ -71,6 +72,7 @@ class Explainer(ABC):
         random_state: int | None = None,
         progress: bool | None = None,
         store: PairStore | None = None,
+        ranks: Ranks = ALONE,
     ) -> Pairs:
         """Pairs (a, c) at random positions of every image of a loader, on the CPU (Note E).
 
@@ -90,6 +92,8 @@ class Explainer(ABC):
             Show a progress bar. Default: on a terminal.
         store : PairStore, optional
             Where to keep each batch as it is done. Batches that it holds already are not computed again.
+        ranks : Ranks
+            From `joined_ranks`, where `torchrun` started several processes: each does and returns its part.
         """
         parameter = next(self._known_model().parameters(), None)
         return collect_pairs(
@@ -102,6 +106,7 @@ class Explainer(ABC):
             progress=progress,
             device=None if parameter is None else parameter.device,
             channel_dim=self.channel_dim,
+            ranks=ranks,
             **self._origin(),
         )
 
@@ -114,19 +119,20 @@ class Explainer(ABC):
         random_state: int | None = None,
         progress: bool | None = None,
         store: PairStore | None = None,
+        ranks: Ranks = ALONE,
     ) -> Self:
         """Collect pairs from a loader and learn `subspaces` from them.
 
         Parameters
         ----------
-        loader, target, positions, random_state, progress, store
-            As in `collect`.
+        loader, target, positions, random_state, progress, store, ranks
+            As in `collect`. All ranks end with the same subspaces, those of one process up to rounding.
         solver : PRCA, DRSA, …, optional
             Default `DRSA(n_subspaces=4)`.
         """
         solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
-        pairs = self.collect(loader, target, positions, random_state, progress, store)
-        self.subspaces = learn_subspaces(solver, pairs)
+        pairs = self.collect(loader, target, positions, random_state, progress, store, ranks)
+        self.subspaces = learn_subspaces(solver, pairs, ranks)
         return self
 
     # ------------------------------------------------------------------ using them

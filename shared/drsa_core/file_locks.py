@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 if sys.platform == "win32":
     import msvcrt
@@ -37,3 +41,37 @@ def unlock(descriptor: int) -> None:
         msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
     else:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """A folder for this writer alone, by a lock on the file `name` in it.
+
+    Raises
+    ------
+    RuntimeError
+        If another writer is at work; it is named.
+    """
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            free = try_lock(descriptor)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot lock {folder / name} ({error.strerror}); use a local folder"
+            ) from error
+        if not free:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") if hasattr(os, "pread") else ""
+            raise RuntimeError(
+                f"another writer{f' ({holder})' if holder else ''} is adding to {folder}; wait until it is "
+                "done, or use another folder"
+            )
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            yield
+        finally:
+            unlock(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
 import torch
 
-from .atomic_files import remove_stale, write_atomically
-from .file_locks import try_lock, unlock
-from .pairs import Pairs
+from .atomic_files import remove_leftovers, write_json
+from .file_locks import locked
+from .pair_shards import MEMORY, PairShards
+from .pairs import Pairs, check_pair_file, pair_file_images
 from .provenance import COLLECTION, Provenance
+from .ranks import ALONE, Ranks
 
 _BATCH = re.compile(r"(\d{6,})\.safetensors")
 _PROVENANCE = "provenance.json"
+_BATCHES = "batches.json"
 _LOCK = ".lock"
 
 
@@ -62,26 +63,29 @@ class PairStore:
             ) from error
 
     @contextmanager
-    def writing(self, provenance: Provenance | None) -> Iterator[PairWriter]:
+    def writing(self, provenance: Provenance | None, ranks: Ranks = ALONE) -> Iterator[PairWriter]:
         """The only writer of this store for the time of a `with` block. Call it before anything is computed.
+
+        With several ranks each has a writer, for batches of its own; the first rank must come first.
 
         Parameters
         ----------
         provenance : Provenance or None
             How the pairs of this collection are made. It is kept on first use. None: not known, for stores
             that know nothing either.
+        ranks : Ranks
 
         Raises
         ------
         ValueError
-            If the store holds pairs that were made in another way, or lacks a batch between others.
+            If the store holds pairs that were made in another way.
         RuntimeError
             If another writer is at work.
         """
-        with self._locked():
-            self._remove_leftovers()
+        with locked(self.folder, ranks.name_of(_LOCK)):
+            # Those of writers at work, such as other ranks, are locked.
+            remove_leftovers(self.folder)
             self._check_provenance(provenance)
-            self._check_gaps()
             self._n_known = len(self)
             writer = PairWriter(self, provenance)
             try:
@@ -93,6 +97,7 @@ class PairStore:
         """Store one more batch, with the provenance that it carries. For several in a row see `writing`."""
         known = self._n_known
         with self.writing(pairs.provenance) as writer:
+            self._check_gaps()
             if writer.n_done != known:
                 raise RuntimeError(
                     f"another writer has changed {self.folder} from {known} to {writer.n_done} batches since "
@@ -100,10 +105,9 @@ class PairStore:
                 )
             writer.append(pairs)
 
-    def load(self, device: torch.device | str = "cpu") -> Pairs:
-        """All stored batches, in order."""
-        self._check_gaps()
-        files = [self._file(number) for number in self._numbers()]
+    def load(self, device: torch.device | str = "cpu", numbers: Iterable[int] | None = None) -> Pairs:
+        """All stored batches, or those with the given numbers, in order."""
+        files = self.files() if numbers is None else [self._file(number) for number in sorted(numbers)]
         if not files:
             raise ValueError(f"{self.folder} holds no pairs yet")
         try:
@@ -116,6 +120,59 @@ class PairStore:
         made = self.provenance
         return pairs if made is None else pairs.with_provenance(made)
 
+    def files(self) -> list[Path]:
+        """Files of all stored batches, in order; ValueError if one is missing between others."""
+        self._check_gaps()
+        return [self._file(number) for number in self._numbers()]
+
+    def shards(
+        self,
+        ranks: Ranks = ALONE,
+        *,
+        memory: int = MEMORY,
+        device: torch.device | str = "cpu",
+    ) -> PairShards:
+        """All stored pairs for solvers, read chunk by chunk and never held as a whole.
+
+        Each of several ranks reads an equal part; all of them must see this folder. Digests are not checked:
+        see `damaged`.
+        """
+        files = self.files()
+        if not files:
+            raise ValueError(f"{self.folder} holds no pairs yet")
+        return PairShards.from_files(files, ranks, memory=memory, device=device)
+
+    def damaged(self) -> dict[Path, str]:
+        """Files that cannot be read, or that are not what was written, each with what is wrong with it.
+
+        Every file is read. Delete those that are named, and collect again with the same settings: only they
+        are computed.
+        """
+        found = {}
+        for number in self._numbers():
+            try:
+                check_pair_file(self._file(number))
+            except ValueError as error:
+                found[self._file(number)] = str(error)
+        return found
+
+    def close(self, numbers: Iterable[int], provenance: Provenance | None) -> None:
+        """Say which batches make up this store, where their numbers have gaps, and how they were made."""
+        if provenance is not None:
+            write_json(self.folder / _PROVENANCE, provenance.as_dict())
+        write_json(self.folder / _BATCHES, sorted(numbers))
+
+    def _expected(self) -> list[int]:
+        """Numbers of the batches that should be there: all, where the store was not closed."""
+        file = self.folder / _BATCHES
+        if not file.exists():
+            return list(range(len(self)))
+        try:
+            numbers = json.loads(file.read_bytes())
+            return [int(number) for number in numbers]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); collect again with the same settings") from error
+
     def _numbers(self) -> list[int]:
         matches = (_BATCH.fullmatch(file.name) for file in self.folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
@@ -125,11 +182,12 @@ class PairStore:
 
     def _check_gaps(self) -> None:
         numbers = self._numbers()
-        missing = sorted(set(range(len(numbers))) - set(numbers))
+        missing = sorted(set(self._expected()) - set(numbers))
         if missing:
+            holds = f", but holds {self._file(numbers[-1]).name}" if numbers else ""
             raise ValueError(
-                f"{self.folder} lacks {self._file(missing[0]).name}, but holds "
-                f"{self._file(numbers[-1]).name}; put it back, or delete all later ones to collect them again"
+                f"{self.folder} lacks {self._file(missing[0]).name}{holds}; put it back, or collect again "
+                "with the same settings: only what is missing is computed"
             )
 
     def _check_provenance(self, provenance: Provenance | None) -> None:
@@ -138,9 +196,7 @@ class PairStore:
             # Nothing is there that could be mixed up with other pairs.
             (self.folder / _PROVENANCE).unlink(missing_ok=True)
             if provenance is not None:
-                write_atomically(
-                    self.folder / _PROVENANCE, [json.dumps(provenance.as_dict(), indent=1).encode()]
-                )
+                write_json(self.folder / _PROVENANCE, provenance.as_dict())
             return
         made = self.provenance
         if made is None and provenance is None:
@@ -161,39 +217,6 @@ class PairStore:
                 f"{self.folder} holds pairs of another collection: {'; '.join(differences)}; {what_to_do}"
             )
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                free = try_lock(descriptor)
-            except OSError as error:
-                raise OSError(
-                    error.errno, f"cannot lock {self.folder / _LOCK} ({error.strerror}); use a local folder"
-                ) from error
-            if not free:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") if hasattr(os, "pread") else ""
-                raise RuntimeError(
-                    f"another writer{f' ({holder})' if holder else ''} is adding to {self.folder}; wait "
-                    "until it is done, or use another folder"
-                )
-            os.ftruncate(descriptor, 0)
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-            try:
-                yield
-            finally:
-                unlock(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _remove_leftovers(self) -> None:
-        """Temporary files of killed writers. With the lock held there is no other writer that needs them."""
-        for file in list(self.folder.glob(".*.safetensors.*")) + list(self.folder.glob(f".{_PROVENANCE}.*")):
-            target = re.sub(r"^\.(.*?\.(safetensors|json))\..*$", r"\1", file.name)
-            if target == _PROVENANCE or _BATCH.fullmatch(target):
-                remove_stale(self.folder / target, min_age=0)
-
 
 class PairWriter:
     """What `PairStore.writing` hands out: adds batches to a store that nobody else writes to."""
@@ -206,11 +229,38 @@ class PairWriter:
 
     @property
     def n_done(self) -> int:
-        """Batches that are stored: those with the numbers 0 … n_done − 1."""
+        """Batches that are stored: those with the numbers 0 … n_done − 1, if none is missing."""
         return self._n_done
+
+    def holds(self, number: int, n_images: int) -> bool:
+        """Whether a batch is stored.
+
+        Raises
+        ------
+        ValueError
+            If it has another number of images: the loader gave batches of another size then.
+        """
+        file = self._store._file(number)
+        if not file.exists():
+            return False
+        try:
+            stored = pair_file_images(file)
+        except ValueError as error:
+            raise ValueError(f"{error}; delete this file: it alone is then collected again") from error
+        if stored != n_images:
+            raise ValueError(
+                f"{file} holds {stored} images, but this batch has {n_images}: the collection was begun with "
+                "batches of another size. Use that size again, or another folder"
+            )
+        return True
 
     def append(self, pairs: Pairs) -> None:
         """Store the batch with the number `n_done`. Pairs without provenance get that of the collection."""
+        self._store._check_gaps()
+        self.put(self._n_done, pairs)
+
+    def put(self, number: int, pairs: Pairs) -> None:
+        """Store a batch by its number. Pairs without provenance get that of the collection."""
         if not self._is_open:
             raise RuntimeError(f"this writer of {self._store.folder} is closed; use it inside its with block")
         if pairs.provenance is None:
@@ -219,7 +269,7 @@ class PairWriter:
             raise ValueError(f"{pairs!r} says how it was made, but the collection was opened without that")
         elif differences := self._provenance.differences(pairs.provenance, COLLECTION, exact=True):
             raise ValueError(f"{pairs!r} is not of the collection that was opened: {'; '.join(differences)}")
-        file = self._store._file(self._n_done)
+        file = self._store._file(number)
         if file.exists():
             raise RuntimeError(f"{file} is there already: another program writes to this folder; use another")
         pairs.save(file)

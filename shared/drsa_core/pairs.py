@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .provenance import Provenance
 from .scaling import unit_scale
-from .storage import read_tensors, write_tensors
+from .storage import read_rows, read_shapes, read_tensors, write_tensors
 from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int
 
 _KIND = "pairs"
@@ -146,6 +146,35 @@ class Pairs:
             raise ValueError(f"{path} lacks the entry {error}; save the pairs again") from error
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} does not hold valid pairs: {error}") from error
+
+
+def pair_file_shape(path: str | PathLike[str]) -> tuple[int, int, torch.dtype, Provenance | None]:
+    """N, D, dtype and provenance of a file of pairs; only its header is read."""
+    shapes, header = read_shapes(path, _KIND, _FORMAT_VERSION)
+    try:
+        (dtype, shape), (other, other_shape) = shapes["a"], shapes["c"]
+    except KeyError as error:
+        raise ValueError(f"{path} lacks the entry {error}; save the pairs again") from error
+    if len(shape) != 2 or shape != other_shape:
+        raise ValueError(f"{path} does not hold valid pairs: a has shape {shape} and c {other_shape}")
+    entries = header.get("provenance")
+    provenance = None if entries is None else Provenance.from_dict(entries)
+    return shape[0], shape[1], torch.promote_types(dtype, other), provenance
+
+
+def check_pair_file(path: str | PathLike[str]) -> None:
+    """ValueError with the path if a file of pairs is damaged; it is read through a memory map."""
+    tensors, _ = read_tensors(path, _KIND, _FORMAT_VERSION)
+    try:
+        check_pairs(tensors["a"], tensors["c"], min_rows=0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold valid pairs: {error}") from error
+
+
+def pair_file_images(path: str | PathLike[str]) -> int:
+    """Number of images in a file of pairs of one batch; nothing but its last image number is read."""
+    n_rows = pair_file_shape(path)[0]
+    return 1 + int(read_rows(path, ("image",), n_rows - 1, n_rows)[0]) if n_rows else 0
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _DIGEST = "sha256"
 _FIRST_WITH_DIGEST = 2
 # What safetensors calls the types that are written here.
 _TYPE_NAMES = {torch.float64: "F64", torch.int64: "I64", torch.float32: "F32"}
+_TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
 def versions() -> dict[str, str]:
@@ -77,22 +79,53 @@ def read_tensors(
         If the file is damaged or holds something else; the path is named.
     """
     path = Path(path)
+    with _opened(path) as file:
+        described = file.metadata() or {}
+        _check_kind(path, described, kind, format_version)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        _check_digest(path, described, tensors)
+        header = _header_of(path, described)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, header
+
+
+def read_shapes(
+    path: str | os.PathLike[str], kind: str, format_version: int
+) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict[str, Any]]:
+    """Types and shapes of the tensors in a file, by name, and its header; the tensors are not read."""
+    path = Path(path)
+    with _opened(path) as file:
+        described = file.metadata() or {}
+        _check_kind(path, described, kind, format_version)
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: (_TYPES[part.get_dtype()], tuple(part.get_shape())) for name, part in slices.items()}
+        return shapes, _header_of(path, described)
+
+
+def read_rows(path: str | os.PathLike[str], names: Sequence[str], begin: int, end: int) -> list[Tensor]:
+    """Rows `begin` … `end` − 1 of tensors of a file, copied out of a memory map; no digest is checked."""
+    with _opened(Path(path)) as file:
+        return [file.get_slice(name)[begin:end] for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped into memory; what is wrong with it becomes a ValueError that names it."""
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            described = file.metadata() or {}
-            _check_kind(path, described, kind, format_version)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        _check_digest(path, described, tensors)
-        header = json.loads(described["header"])
+            yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}): it may be truncated") from error
     except (KeyError, json.JSONDecodeError, UnicodeDecodeError, OverflowError, RuntimeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _header_of(path: Path, described: Mapping[str, str]) -> dict[str, Any]:
+    header = json.loads(described["header"])
     if not isinstance(header, dict):
         raise _damaged(path, "its header is no mapping")
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, header
+    return header
 
 
 def _check_kind(path: Path, described: Mapping[str, str], kind: str, format_version: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .provenance import Provenance
-from .storage import read_tensors, write_tensors
+from .storage import read_shapes, read_tensors, write_tensors
 from .validation import ArrayLike, as_float_tensor, check_finite, check_floating, check_positive_int
 
 _KIND = "subspaces"
@@ -357,6 +357,14 @@ class Subspaces:
             coordinates = torch.bmm(inward.T.expand(n_before, -1, -1), columns)
             projected = torch.bmm(outward.expand(n_before, -1, -1), coordinates)
         return projected.reshape(t.shape)
+
+
+def subspaces_header(path: str | PathLike[str]) -> dict[str, Any]:
+    """`dims`, `names` and `metadata` of a file of subspaces; the basis is not read."""
+    _, header = read_shapes(path, _KIND, _FORMAT_VERSION)
+    if not {"dims", "names", "metadata"} <= set(header):
+        raise ValueError(f"{path} does not hold valid subspaces; save them again")
+    return header
 
 
 def _own(tensor: Tensor) -> Tensor:

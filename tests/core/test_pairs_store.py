@@ -103,8 +103,16 @@ def test_a_gap_is_an_error_and_nothing_is_overwritten(tmp_path) -> None:
         store.load()
     with pytest.raises(ValueError, match=message):
         store.append(batch(9, made()))
-    with pytest.raises(ValueError, match=message), store.writing(made()):
-        pytest.fail("the block was entered")
+    with store.writing(made()) as writer:  # a collection fills the gap, and does nothing else
+        assert [writer.holds(number, 2) for number in range(5)] == [True, False, True, True, False]
+        with pytest.raises(ValueError, match=message):
+            writer.append(batch(9))
+        with pytest.raises(RuntimeError, match=r"000003\.safetensors is there already"):
+            writer.put(3, batch(3))
+        with pytest.raises(ValueError, match=r"holds 2 images, but this batch has 3: .*another size"):
+            writer.holds(0, 3)
+        writer.put(1, batch(1))
+    assert torch.equal(store.load().a, torch.cat([batch(seed).a for seed in range(4)]))
     assert (tmp_path / "000003.safetensors").read_bytes() == last
 
 

@@ -72,12 +72,12 @@ def reduce_problem(full: Objective) -> Reduction | None:
     Samples are weighted by the square of their positive relevance max(0, a·c), which is what each adds to
     J² for a single subspace. Directions are the leading eigenvectors of E[w aaᵀ]/E[w ‖a‖²] + the same for c.
     """
-    relevance = (full.a * full.c).sum(1).clamp_(min=0)
+    relevance = full.pair_relevance().clamp_(min=0)
     weights = relevance.double().square()
     if not weights.any():
         return None
     weights = (weights / weights.sum()).to(relevance)
-    moments = [((x * weights[:, None]).T @ x).double() for x in (full.a, full.c)]
+    moments = full.moments(weights)
     energy = moments[0] / moments[0].trace() + moments[1] / moments[1].trace()
     values, vectors = torch.linalg.eigh(energy)
     values, vectors = values.flip(0).clamp_(min=0), vectors.flip(1)

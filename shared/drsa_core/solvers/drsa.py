@@ -5,20 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from torch import Tensor
 
-from ..pairs import balanced, normalise
 from ..parameters import Seed, as_float, as_int, as_seed
-from ..scaling import unit_scale
 from ..subspaces import Subspaces
-from ..validation import ArrayLike, as_float_tensor, check_nonzero_contexts
+from ..validation import ArrayLike, as_float_tensor
 from .estimator import Activations, Estimator, with_provenance
-from .objective import Objective
 from .paper_loop import Result, gradient_ascent
 from .quasi_newton import quasi_newton
+from .samples import Samples
 from .search import Search, Solve
 
 COARSE_TO_FINE = "coarse-to-fine"
@@ -140,28 +138,27 @@ class DRSA(Estimator):
         self.balance = balance
 
     def fit(self, a: Activations, c: ArrayLike | None = None, init: ArrayLike | None = None) -> Self:
-        """Fit from activations and contexts of shape (N, D), or from `Pairs` alone.
+        """Fit from activations and contexts of shape (N, D), or from `Pairs` or `PairShards` alone.
 
         `init` (D, D) is an orthogonal start to use instead of the `n_init` random ones; it is run in full.
         """
-        a, c, provenance = self._pairs(a, c)
-        check_nonzero_contexts(c)
-        n_features = a.shape[1]
+        samples = self._samples(a, c)
+        n_features = samples.template.shape[1]
         dims = block_sizes(n_features, self.n_subspaces, self.dims)
         chosen = self._checked_parameters()
-        if len(a) < len(dims):
+        if samples.n_samples < len(dims):
             raise ValueError(
-                f"{len(dims)} subspaces need at least as many samples, got {len(a)}; collect more pairs"
+                f"{len(dims)} subspaces need at least as many samples, got {samples.n_samples}; collect more "
+                "pairs"
             )
-        # Neither the objective nor the order of the blocks depends on the scale of the data.
-        a, c = unit_scale(a)[0], unit_scale(c)[0]
-        balanced_a, balanced_c = balanced(a, c, chosen.balance)
-        objective = Objective(normalise(balanced_a), normalise(balanced_c), dims, chosen.q)
-        generator = np.random.default_rng(chosen.seed)
+        objective = samples.objective(dims, chosen.q, chosen.balance)
+        generator = np.random.default_rng(samples.seed(chosen.seed))
         search = Search(chosen.max_iter, chosen.tol, generator, type(self).__name__, self.progress)
         solve = SOLVERS[self.solver][0]
         if init is not None:
-            self.results_ = search.from_start(solve, objective, _check_start(init, n_features).to(a))
+            self.results_ = search.from_start(
+                solve, objective, _check_start(init, n_features).to(samples.template)
+            )
         elif self.solver == COARSE_TO_FINE:
             self.results_ = search.coarse_to_fine(objective, chosen.n_init)
         else:
@@ -178,15 +175,15 @@ class DRSA(Estimator):
             )
         self.objective_ = best.objective
         self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged
-        self.subspaces_ = self._subspaces(best, dims, chosen, a, c, provenance)
+        self.subspaces_ = self._subspaces(best, dims, chosen, samples)
         return self
 
     def _subspaces(
-        self, best: Result, dims: tuple[int, ...], chosen: _Parameters, a: Tensor, c: Tensor, provenance: Any
+        self, best: Result, dims: tuple[int, ...], chosen: _Parameters, samples: Samples
     ) -> Subspaces:
         """The blocks of the best run, sorted by mean relevance E[a·c] (not a·a) within each."""
         found = Subspaces(best.basis[:, : sum(dims)], dims)
-        order = found.relevance(a, c).mean(0).argsort(descending=True, stable=True)
+        order = samples.mean_relevance(found).argsort(descending=True, stable=True)
         ordered = found.select(order.tolist())
         solver = {
             "name": type(self).__name__,
@@ -196,9 +193,9 @@ class DRSA(Estimator):
             "objective": self.objective_,
             "n_iter": self.n_iter_,
             "converged": self.converged_,
-            "n_samples": len(a),
+            "n_samples": samples.n_samples,
         }
-        metadata = with_provenance({"solver": solver, "seed": chosen.seed}, provenance)
+        metadata = with_provenance({"solver": solver, "seed": chosen.seed}, samples.provenance)
         return Subspaces(ordered.basis, ordered.dims, metadata=metadata)
 
     def _checked_parameters(self) -> _Parameters:

@@ -12,9 +12,12 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from ..pair_shards import PairShards
 from ..pairs import Pairs
+from ..ranks import ALONE, Ranks
 from ..subspaces import Subspaces
 from ..validation import ArrayLike, check_matrix, check_pairs
+from .samples import HeldSamples, Samples, ShardedSamples
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -38,7 +41,7 @@ class PairsLike(Protocol):
         """A `Provenance`, or None."""
 
 
-Activations: TypeAlias = "ArrayLike | PairsLike"
+Activations: TypeAlias = "ArrayLike | PairsLike | PairShards"
 
 
 class Solver(Protocol):
@@ -52,9 +55,13 @@ class Solver(Protocol):
         """Learn `subspaces_` from activations and contexts (N, D)."""
 
 
-def learn_subspaces(solver: Solver, pairs: Pairs) -> Subspaces:
-    """The subspaces that a solver finds in pairs, with the pairs' provenance."""
-    solver.fit(pairs.a, pairs.c)
+def learn_subspaces(solver: Solver, pairs: Pairs, ranks: Ranks = ALONE) -> Subspaces:
+    """The subspaces that a solver finds in the pairs of all ranks, with the pairs' provenance."""
+    if ranks.size > 1:
+        fit_shards: Any = solver.fit  # PRCA, DRSA and what is derived from them
+        fit_shards(PairShards(pairs, ranks))
+    else:
+        solver.fit(pairs.a, pairs.c)
     subspaces = solver.subspaces_
     return subspaces if pairs.provenance is None else subspaces.with_provenance(pairs.provenance)
 
@@ -122,6 +129,21 @@ class Estimator:
             return checked, checked, provenance
         return *check_pairs(a, c), provenance
 
+    def _samples(self, a: Activations, c: ArrayLike | None) -> Samples:
+        """The pairs that `fit` was given, in memory or in shards."""
+        if not isinstance(a, PairShards):
+            return HeldSamples(*self._pairs(a, c))
+        if c is not None:
+            raise TypeError("PairShards hold their contexts: give fit(shards) or fit(a, c)")
+        if not len(a):
+            raise ValueError("the shards hold no pairs on any rank; collect some first")
+        shards = a.without_contexts() if self._ignores_contexts else a
+        if 2 * len(shards) < shards.n_features:
+            # All pairs are smaller than U itself, of which D² numbers would be sent at every step.
+            pairs = shards.gathered()
+            return HeldSamples(pairs.a, pairs.c, pairs.provenance)
+        return ShardedSamples(shards)
+
 
 def unpack_pairs(
     a: Activations, c: ArrayLike | None, needs_contexts: bool = True
@@ -135,6 +157,8 @@ def unpack_pairs(
     needs_contexts : bool
         Whether `fit(a)` is an error; if not, it stands for c = a.
     """
+    if isinstance(a, PairShards):
+        raise TypeError("only PRCA, PCA, DRSA and DSA take PairShards; give shards.gathered(), all in memory")
     if not isinstance(a, Tensor | np.ndarray) and isinstance(a, PairsLike):
         if c is not None:
             raise TypeError(

@@ -108,12 +108,16 @@ class Objective:
         """The objective at U = `basis` (D, D): two products of N×D×D."""
         activations, contexts = self.a @ basis, self.c @ basis
         relevance = ((activations * contexts) @ self.membership).clamp_(min=0)
-        means = (relevance.square().sum(0) / self.n_total).sqrt()
+        value, means, factors = self._from_squares(relevance.square().sum(0))
+        return Evaluation(value, means, activations, contexts, relevance, factors)
+
+    def _from_squares(self, squares: Tensor) -> tuple[float, Tensor, Tensor]:
+        """J, m_k and the factors of an `Evaluation` from Σ_n (R⁺_kn)², shape (K,)."""
+        means = (squares / self.n_total).sqrt()
         value, slopes = generalised_mean(means, self.q)
         # A subspace without positive relevance has no gradient.
         alive = means > 0
-        factors = torch.where(alive, slopes / torch.where(alive, means * self.n_total, 1), 0)
-        return Evaluation(value, means, activations, contexts, relevance, factors)
+        return value, means, torch.where(alive, slopes / torch.where(alive, means * self.n_total, 1), 0)
 
     def gradient(self, at: Evaluation) -> Tensor:
         """Euclidean gradient ∂J/∂U, shape (D, D): two more products of N×D×D."""
@@ -162,11 +166,23 @@ class Objective:
         evenly spread, is enough.
         """
         rotations = self.inner_rotations(at)
-        stride = max(1, self.n_samples // CURVATURE_SAMPLES)
-        activations = rotate_columns(at.activations[::stride], rotations)
-        contexts = rotate_columns(at.contexts[::stride], rotations)
-        relevance = at.relevance[::stride]
+        some = slice(None, None, max(1, self.n_samples // CURVATURE_SAMPLES))
+        relevance = at.relevance[some]
         factors = at.factors * (self.n_samples / len(relevance))
+        activations, contexts = at.activations[some], at.contexts[some]
+        return Curvature(rotations, self._diagonal(rotations, activations, contexts, relevance, factors))
+
+    def _diagonal(
+        self,
+        rotations: list[Tensor],
+        activations: Tensor,
+        contexts: Tensor,
+        relevance: Tensor,
+        factors: Tensor,
+    ) -> Tensor:
+        """The diagonal of `curvature` from some samples, a sum over them."""
+        activations = rotate_columns(activations, rotations)
+        contexts = rotate_columns(contexts, rotations)
         product = activations * contexts
         spread = ((relevance * factors).T @ product).T @ self.membership.T  # [j, i] = T_{block of i, j}
         own = spread.diagonal()
@@ -177,21 +193,33 @@ class Objective:
         turned = (second * a_squared).T @ c_squared + (second * c_squared).T @ a_squared
         turned += 2 * (second * product).T @ product
         result -= turned + turned.T
-        return Curvature(rotations, result)
+        return result
 
     def inner_rotations(self, at: Evaluation) -> list[Tensor]:
         """Rotation inside each block that diagonalises A_kᵀ diag(W_k − mean of the other W) C_k + transpose.
 
         J does not change under rotations inside a block; these make its Hessian as diagonal as it can be.
         """
+        return [torch.linalg.eigh(matrix + matrix.T).eigenvectors for matrix in self._contrasts(at)]
+
+    def _contrasts(self, at: Evaluation) -> list[Tensor]:
+        """A_kᵀ diag(W_k − mean of the other W) C_k of each block, sums over samples."""
         weights = at.weights
         others = (weights.sum(1, keepdim=True) - weights) / max(1, self.n_subspaces - 1)
         contrast = self._padded(weights - others)
-        rotations = []
-        for k, here in enumerate(self.columns):
-            matrix = at.activations[:, here].T @ (contrast[:, k : k + 1] * at.contexts[:, here])
-            rotations.append(torch.linalg.eigh(matrix + matrix.T).eigenvectors)
-        return rotations
+        return [
+            at.activations[:, here].T @ (contrast[:, k : k + 1] * at.contexts[:, here])
+            for k, here in enumerate(self.columns)
+        ]
+
+    def pair_relevance(self) -> Tensor:
+        """Relevance a_n·c_n of each pair in the whole space, shape (N,)."""
+        return (self.a * self.c).sum(1)
+
+    def moments(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_n w_n a_n a_nᵀ and the same for c in float64, shapes (D, D), for weights (N,)."""
+        a, c = (((x * weights[:, None]).T @ x).double() for x in (self.a, self.c))
+        return a, c
 
     def shares(self, at: Evaluation) -> Tensor:
         """What each sample adds to J, shape (N,): J = Σ_n Σ_k W_kn R⁺_kn, since it is homogeneous in R."""

@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..pair_shards import PairShards
 from ..parameters import as_int
 from ..scaling import times_power_of_two, unit_scale, unscaled
 from ..subspaces import RESIDUAL, Subspaces
-from ..validation import ArrayLike
+from ..validation import ArrayLike, check_pairs
 from .estimator import Activations, Estimator, NotFittedError, with_provenance
 
 
@@ -66,8 +67,32 @@ class PRCA(Estimator):
         self.n_components = n_components
 
     def fit(self, a: Activations, c: ArrayLike | None = None) -> Self:
-        """Fit from activations and contexts of shape (N, D), or from `Pairs` alone."""
+        """Fit from activations and contexts of shape (N, D), or from `Pairs` or `PairShards` alone.
+
+        Shards are read once, chunk by chunk; ranks add up Σ, in one sum of D² numbers.
+        """
+        if isinstance(a, PairShards):
+            return self._fit_shards(a, c)
         return self._add(a, c, anew=True)
+
+    def _fit_shards(self, shards: PairShards, c: ArrayLike | None) -> Self:
+        if c is not None:
+            raise TypeError("PairShards hold their contexts: give fit(shards) or fit(a, c)")
+        if not len(shards):
+            raise ValueError("the shards hold no pairs on any rank; collect some first")
+        self._dimension = self._check_dimension(shards.n_features)
+        total, exponent = torch.zeros(shards.n_features, shards.n_features, dtype=torch.float64), 0
+        for chunk in (shards.without_contexts() if self._ignores_contexts else shards).chunks:
+            batch, of_batch = _cross_covariance_sum(*check_pairs(*chunk.read(), min_rows=0))
+            total, exponent = _add_scaled(total.to(batch.device), exponent, batch, of_batch)
+        # To one power of two, that of the rank with the largest sum; a sum of zeros has no say in it.
+        lowest = -(2**40)
+        exponents = shards.ranks.numbers(exponent if total.any() else lowest)
+        largest = max(exponents) if max(exponents) > lowest else 0
+        self._sum = shards.ranks.sum(times_power_of_two(total, max(exponent - largest, -4000)))
+        self._exponent, self._dtype, self._provenance = largest, shards.dtype, shards.provenance
+        self.n_samples_seen_, self._solution = len(shards), None
+        return self
 
     def partial_fit(self, a: Activations, c: ArrayLike | None = None) -> Self:
         """Add a batch (N, D) of a stream to the fit; batches may differ in scale."""
@@ -75,9 +100,7 @@ class PRCA(Estimator):
 
     def _add(self, a: Activations, c: ArrayLike | None, anew: bool) -> Self:
         a, c, provenance = self._pairs(a, c)
-        dimension = as_int(self.n_components, "n_components", 1)
-        if dimension > a.shape[1]:
-            raise ValueError(f"n_components must be at most D = {a.shape[1]}, got {dimension}")
+        dimension = self._check_dimension(a.shape[1])
         previous = None if anew else self._sum
         if previous is None:
             self._provenance, self._dtype = provenance, a.dtype
@@ -98,6 +121,12 @@ class PRCA(Estimator):
             self.n_samples_seen_ += len(a)
         self._dimension, self._solution = dimension, None
         return self
+
+    def _check_dimension(self, n_features: int) -> int:
+        dimension = as_int(self.n_components, "n_components", 1)
+        if dimension > n_features:
+            raise ValueError(f"n_components must be at most D = {n_features}, got {dimension}")
+        return dimension
 
     @property
     def eigenvalues_(self) -> Tensor:
