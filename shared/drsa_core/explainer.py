@@ -70,6 +70,7 @@ class Explainer(ABC):
         random_state: int | None = None,
         progress: bool | None = None,
         store: PairStore | None = None,
+        skip_tokens: int = 0,
     ) -> Pairs:
         """Pairs (a, c) at random positions of every image of a loader, on the CPU (Note E).
 
@@ -89,6 +90,9 @@ class Explainer(ABC):
             Show a progress bar. Default: on a terminal.
         store : PairStore, optional
             Where to keep each batch as it is done. Batches that it holds already are not computed again.
+        skip_tokens : int
+            How many tokens to leave out at the beginning of each example: 1 for a class token, more with
+            registers (timm's `num_prefix_tokens`). They stand for no place of the input.
         """
         parameter = next(self._known_model().parameters(), None)
         return collect_pairs(
@@ -101,6 +105,7 @@ class Explainer(ABC):
             progress=progress,
             device=None if parameter is None else parameter.device,
             channel_dim=self.channel_dim,
+            skip_tokens=skip_tokens,
             **self._origin(),
         )
 
@@ -113,18 +118,19 @@ class Explainer(ABC):
         random_state: int | None = None,
         progress: bool | None = None,
         store: PairStore | None = None,
+        skip_tokens: int = 0,
     ) -> Self:
         """Collect pairs from a loader and learn `subspaces` from them.
 
         Parameters
         ----------
-        loader, target, positions, random_state, progress, store
+        loader, target, positions, random_state, progress, store, skip_tokens
             As in `collect`.
         solver : PRCA, DRSA, …, optional
             Default `DRSA(n_subspaces=4)`.
         """
         solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
-        pairs = self.collect(loader, target, positions, random_state, progress, store)
+        pairs = self.collect(loader, target, positions, random_state, progress, store, skip_tokens)
         self.subspaces = learn_subspaces(solver, pairs)
         return self
 
