@@ -26,6 +26,7 @@ def collect(
     random_state: int | None = None,
     progress: bool | None = None,
     store: PairStore | None = None,
+    skip_tokens: int = 0,
 ) -> Pairs:
     """Activation and context pairs at random positions of every image of a loader (Note E).
 
@@ -46,8 +47,10 @@ def collect(
         Show a progress bar. Default: on a terminal.
     store : PairStore, optional
         Keeps the pairs of each batch on disk; batches that it holds already are not computed again.
+    skip_tokens : int
+        How many tokens to leave out at the beginning of each example: class and register tokens.
     """
     wrapped = DisentangledAttribution(
         attribution_method, layer, context_method=context_method, channel_dim=channel_dim
     )
-    return wrapped.collect(loader, target, positions, random_state, progress, store)
+    return wrapped.collect(loader, target, positions, random_state, progress, store, skip_tokens)

@@ -27,6 +27,7 @@ def collect(
     random_state: int | None = None,
     store: PairStore | None = None,
     progress: bool | None = None,
+    skip_tokens: int = 0,
 ) -> Pairs:
     """Collect (a, c) pairs at a layer, with one forward and one backward pass for each batch.
 
@@ -54,6 +55,8 @@ def collect(
         Where to keep each batch as it is done. Batches that it holds already are not computed again.
     progress : bool, optional
         Show a progress bar. Default: on a terminal.
+    skip_tokens : int
+        How many tokens to leave out at the beginning of each image: class and register tokens.
 
     Returns
     -------
@@ -65,4 +68,4 @@ def collect(
     if attributor.model is not model:
         raise ValueError("the attributor explains another model than the one given; pass its own model")
     wrapped = DisentangledAttributor(attributor, layer, channel_dim=channel_dim, slot=slot)
-    return wrapped.collect(loader, target, positions, random_state, progress, store)
+    return wrapped.collect(loader, target, positions, random_state, progress, store, skip_tokens)

@@ -31,6 +31,7 @@ def collect_pairs(
     progress: bool | None = None,
     device: torch.device | None = None,
     channel_dim: int = 1,
+    skip_tokens: int = 0,
     ranks: Ranks = ALONE,
     **origin: Any,
 ) -> Pairs:
@@ -58,6 +59,9 @@ def collect_pairs(
         Where to move the inputs.
     channel_dim : int
         Axis of the features in the activation.
+    skip_tokens : int
+        How many tokens to leave out at the beginning of each (N, T, D): class and register tokens, which
+        stand for no place of the input.
     ranks : Ranks
         From `joined_ranks`. Each rank does an equal part of the batches and returns its pairs; in rank order
         these are, bit for bit, those of one process. The store may be one folder for all ranks, or one on
@@ -68,6 +72,7 @@ def collect_pairs(
     if isinstance(target, str) and target != LABEL:
         raise ValueError(f"target must be an index, a list of them, a function or {LABEL!r}, got {target!r}")
     positions = None if positions is None else as_int(positions, "positions", 1)
+    skip_tokens = as_int(skip_tokens, "skip_tokens", 0)
     random_state = as_seed(random_state)
     batches = NumberedBatches(loader, ranks, progress)
     seed = ranks.from_first(torch.Generator().seed()) if random_state is None else random_state
@@ -77,6 +82,7 @@ def collect_pairs(
         target=target if isinstance(target, str) else describe_target(target, tuple_is_index=True),
         positions=positions,
         random_state=random_state,
+        skip_tokens=skip_tokens,
         target_order=None if isinstance(target, str | tuple) else target_order(target),
     )
     with _kept(store, provenance, ranks) as kept:
@@ -85,6 +91,7 @@ def collect_pairs(
             of_batch = labels_of(batch) if isinstance(target, str) else target
             chosen = targets_of_batch(of_batch, 0 if isinstance(target, str) else first, n_batch)
             a, c = context(inputs, chosen)
+            a, c = (_without_first(values, skip_tokens, channel_dim) for values in (a, c))
             images = range(first, first + n_batch)
             kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim))
         if not isinstance(target, str):
@@ -93,6 +100,25 @@ def collect_pairs(
             raise ValueError("the loader gave no images; an iterator can be used up only once")
         ranks.meet("the end of the collection")
         return kept.load(batches.own).with_provenance(provenance)
+
+
+def _without_first(values: Tensor, n_tokens: int, channel_dim: int) -> Tensor:
+    """(N, T, D), or (N, D, T), without its first tokens."""
+    if not n_tokens:
+        return values
+    if values.ndim != 3:
+        raise ValueError(
+            f"skip_tokens={n_tokens} is for layers with tokens (N, T, D), got an activation of shape "
+            f"{tuple(values.shape)}; leave it at 0"
+        )
+    axis = 3 - channel_dim % 3  # that of examples is 0, and features have one of 1 and 2
+    n_rest = values.shape[axis] - n_tokens
+    if n_rest < 1:
+        raise ValueError(
+            f"skip_tokens={n_tokens} leaves nothing of the {values.shape[axis]} tokens of an activation of "
+            f"shape {tuple(values.shape)} with channel_dim={channel_dim}"
+        )
+    return values.narrow(axis, n_tokens, n_rest)
 
 
 def pairs_at_positions(

@@ -72,6 +72,7 @@ class Explainer(ABC):
         random_state: int | None = None,
         progress: bool | None = None,
         store: PairStore | None = None,
+        skip_tokens: int = 0,
         ranks: Ranks = ALONE,
     ) -> Pairs:
         """Pairs (a, c) at random positions of every image of a loader, on the CPU (Note E).
@@ -92,6 +93,9 @@ class Explainer(ABC):
             Show a progress bar. Default: on a terminal.
         store : PairStore, optional
             Where to keep each batch as it is done. Batches that it holds already are not computed again.
+        skip_tokens : int
+            How many tokens to leave out at the beginning of each example: 1 for a class token, more with
+            registers (timm's `num_prefix_tokens`). They stand for no place of the input.
         ranks : Ranks
             From `joined_ranks`, where `torchrun` started several processes: each does and returns its part.
         """
@@ -106,6 +110,7 @@ class Explainer(ABC):
             progress=progress,
             device=None if parameter is None else parameter.device,
             channel_dim=self.channel_dim,
+            skip_tokens=skip_tokens,
             ranks=ranks,
             **self._origin(),
         )
@@ -119,19 +124,20 @@ class Explainer(ABC):
         random_state: int | None = None,
         progress: bool | None = None,
         store: PairStore | None = None,
+        skip_tokens: int = 0,
         ranks: Ranks = ALONE,
     ) -> Self:
         """Collect pairs from a loader and learn `subspaces` from them.
 
         Parameters
         ----------
-        loader, target, positions, random_state, progress, store, ranks
+        loader, target, positions, random_state, progress, store, skip_tokens, ranks
             As in `collect`. All ranks end with the same subspaces, those of one process up to rounding.
         solver : PRCA, DRSA, …, optional
             Default `DRSA(n_subspaces=4)`.
         """
         solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
-        pairs = self.collect(loader, target, positions, random_state, progress, store, ranks)
+        pairs = self.collect(loader, target, positions, random_state, progress, store, skip_tokens, ranks)
         self.subspaces = learn_subspaces(solver, pairs, ranks)
         return self
 

@@ -111,8 +111,8 @@ class Pairs:
         Raises
         ------
         ValueError
-            If the parts differ in their features, or in their provenance other than positions and seed. Those
-            two become None where they differ. Parts without provenance go with all others.
+            If the parts differ in their features, or in their provenance other than positions, seed and
+            skipped tokens. Those become None where they differ. Parts without provenance go with all others.
         """
         if not parts:
             raise ValueError("concatenate needs at least one Pairs, got none")
@@ -215,7 +215,7 @@ def _common_provenance(parts: Sequence[Pairs]) -> Provenance | None:
             )
     free: dict[str, Any] = {
         name: getattr(first, name) if len({getattr(part, name) for part in known}) == 1 else None
-        for name in ("positions", "random_state", "target_order")
+        for name in ("positions", "random_state", "target_order", "skip_tokens")
     }
     return replace(first, **free)
 

@@ -30,7 +30,7 @@ __all__ = [
 # What must agree between learning subspaces and explaining with them.
 USE = ("model", "layer", "channel_dim", "method", "target")
 # What must agree between the batches of one collection.
-COLLECTION = (*USE, "backend", "target_order", "positions", "random_state")
+COLLECTION = (*USE, "backend", "target_order", "positions", "random_state", "skip_tokens")
 
 Target: TypeAlias = int | Sequence[Any] | Tensor | np.ndarray[Any, Any] | Callable[..., Any] | None
 TargetDescription: TypeAlias = int | list[int] | str | None
@@ -60,6 +60,8 @@ class Provenance:
         `model_fingerprint` of the model; None if there is only a function.
     positions, random_state : int or None
         Positions per image (None for all) and the seed that chose them.
+    skip_tokens : int or None
+        First tokens of each image that were left out; None for parts that differ in it.
     target_order : str or None
         `target_order` of targets that differ from image to image.
     """
@@ -73,13 +75,14 @@ class Provenance:
     positions: int | None = None
     random_state: int | None = None
     target_order: str | None = None
+    skip_tokens: int | None = 0
 
     def __post_init__(self) -> None:
         for name in ("backend", "method", "layer"):
             self._check(name, isinstance(getattr(self, name), str), "a string")
         for name in ("model", "target_order"):
             self._check(name, isinstance(getattr(self, name), str | None), "a string or None")
-        for name in ("channel_dim", "positions", "random_state"):
+        for name in ("channel_dim", "positions", "random_state", "skip_tokens"):
             value = getattr(self, name)
             if value is None and name != "channel_dim":
                 continue

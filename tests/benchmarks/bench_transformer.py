@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import timm
 import torch
+from drsa_audit import load_network
 from drsa_core import RandomSubspaces, Subspaces
 from measures import seconds_in_turn
 from torch import Tensor, nn
@@ -19,6 +21,9 @@ from zennit_drsa import DisentangledAttributor, TransformerGamma
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="vit_small_patch16_224", help="of timm (default: %(default)s)")
+    parser.add_argument(
+        "--weights", help="a .safetensors file that names its model, instead of random weights"
+    )
     parser.add_argument("--size", type=int, default=224, help="side of the image (default: %(default)s)")
     parser.add_argument("--layer", default="blocks.5", help="block to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number K (default: %(default)s)")
@@ -29,8 +34,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    model = timm.create_model(options.model, pretrained=False, img_size=options.size).eval()
-    nn.init.normal_(model.head.weight, std=0.05)  # timm's initial head is zero in some models
+    if options.weights:
+        network = load_network(options.weights)
+        model, options.size, options.model = network.model, network.size, Path(options.weights).stem
+    else:
+        model = timm.create_model(options.model, pretrained=False, img_size=options.size).eval()
+        nn.init.normal_(model.head.weight, std=0.05)  # timm's initial head is zero in some models
     x = torch.rand(options.images, 3, options.size, options.size) * 2 - 1
     solver = RandomSubspaces(options.concepts, random_state=0)
     subspaces: Subspaces = solver.fit(torch.randn(2, model.embed_dim)).subspaces_

@@ -98,7 +98,9 @@ def concept_bars(
     return figure
 
 
-def _labels(features: Sequence[str] | None, values: Sequence[str | float] | ArrayLike | None, n: int) -> list[str]:
+def _labels(
+    features: Sequence[str] | None, values: Sequence[str | float] | ArrayLike | None, n: int
+) -> list[str]:
     labels = [f"x{i + 1}" for i in range(n)] if features is None else list(features)
     if isinstance(features, str) or len(labels) != n:
         raise ValueError(f"features must be {n} strings, one for each feature, got {len(labels)}")
