@@ -88,10 +88,11 @@ def choose_k(
     n_subspaces: Iterable[int] = range(2, 17),
     *,
     solver: DRSA | None = None,
-    n_bootstraps: int = 8,
-    n_starts: int = 2,
+    n_bootstraps: int = 5,
+    n_starts: int = 1,
     n_shuffles: int = 1,
     margin: float = MARGIN,
+    patience: int | None = 2,
     random_state: Seed = 0,
     progress: bool | None = None,
 ) -> ChoiceOfK:
@@ -102,7 +103,10 @@ def choose_k(
     pairs, solver, n_bootstraps, n_starts, n_shuffles, margin, random_state, progress
         As in `stability`.
     n_subspaces : iterable of int
-        The K to try.
+        The K to try, from the smallest to the largest.
+    patience : int or None
+        Stop after so many K in a row in which two concepts are parts of one: more blocks only divide them
+        further. None tries every K.
 
     Returns
     -------
@@ -112,10 +116,12 @@ def choose_k(
     wanted = sorted({as_int(k, "every entry of n_subspaces", 1) for k in n_subspaces})
     if not wanted:
         raise ValueError("n_subspaces must name at least one K to try, e.g. range(2, 17); got none")
+    patience = None if patience is None else as_int(patience, "patience", 1)
     check_images(pairs)
     hidden = None if progress is None else not progress
-    candidates = [
-        stability(
+    candidates: list[Stability] = []
+    for k in tqdm(wanted, desc="number of concepts", disable=hidden):
+        found = stability(
             pairs,
             k,
             solver=solver,
@@ -126,8 +132,10 @@ def choose_k(
             random_state=random_state,
             progress=progress,
         )
-        for k in tqdm(wanted, desc="number of concepts", disable=hidden)
-    ]
+        candidates.append(found)
+        last = candidates[-patience:] if patience else []
+        if len(last) == patience and not any(c.are_distinct for c in last):
+            break
     good = [c.n_subspaces for c in candidates if c.all_stable and c.are_distinct]
     return ChoiceOfK(max(good, default=None), tuple(candidates), _splits(candidates))
 
