@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from drsa_core import Pairs, choose_k
-from drsa_core.solvers.resampling import rows_by_image, shuffled_contexts
+from drsa_core.solvers.resampling import with_shuffled_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -55,12 +55,6 @@ def planted_pairs(planted: int, seed: int, cache: Path) -> Pairs:
     return Pairs.load(file)
 
 
-def shuffled(pairs: Pairs, seed: int) -> Pairs:
-    """The same pairs with the contexts of each image given to another one."""
-    source = shuffled_contexts(rows_by_image(pairs.image), np.random.default_rng(10_000 + seed))
-    return Pairs(pairs.a, pairs.c[source], pairs.image)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -80,7 +74,7 @@ def main() -> None:
         for planted in options.planted:
             pairs = planted_pairs(planted, seed, options.cache)
             if options.shuffled:
-                pairs = shuffled(pairs, seed)
+                pairs = with_shuffled_contexts(pairs, np.random.default_rng(10_000 + seed))
             begin = time.perf_counter()
             choice = choose_k(
                 pairs, range(2, options.largest + 1), n_bootstraps=options.bootstraps, progress=False

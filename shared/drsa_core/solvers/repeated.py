@@ -16,13 +16,13 @@ from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, leading_samples, redu
 from .drsa import DRSA, block_sizes
 from .objective import Evaluation, Objective, below_blocks
 from .quasi_newton import quasi_newton
-from .resampling import Rows, bootstrap, rows_by_image, shuffled_contexts
+from .resampling import Rows, bootstrap, rows_by_image
 from .search import random_orthogonal, revive
 
 #: Part of the weighted energy that the directions hold, and of Σ_n R_n² that the pairs hold.
 ENERGY, EVIDENCE = 0.95, 0.95
 #: Random starts of each fit, of which the best is kept.
-STARTS = 2
+STARTS = 3
 #: Of each start.
 MAX_ITER = 300
 
@@ -76,13 +76,9 @@ class Repeated:
         everywhere = subspaces.relevance(self._full.a, self._full.c).clamp_(min=0)
         return everywhere, everywhere[self._samples]
 
-    def shuffled(self, generator: np.random.Generator) -> Objective:
-        """The problem with the contexts of each image given to another one."""
-        source = shuffled_contexts(self.rows, generator).to(self.problem.c.device)
-        return Objective(self.problem.a, self.problem.c[source], self.problem.dims, self.problem.q)
-
-    def fit(self, problem: Objective, resampled: bool, generator: np.random.Generator) -> Run:
+    def fit(self, resampled: bool, generator: np.random.Generator) -> Run:
         """One fit, the best of new random starts; on a bootstrap over images if `resampled`."""
+        problem = self.problem
         times = torch.ones(problem.n_samples)
         if resampled:
             times = bootstrap(self.rows, generator)
@@ -114,7 +110,8 @@ class Small(Objective):
         times = times.to(problem.a)
         rows = times.nonzero().flatten()
         scale = times[rows, None] ** 0.25
-        n_total = int(times.sum())
+        # All samples of the full problem count, those that were left out as zero.
+        n_total = round(problem.n_total * float(times.sum()) / problem.n_samples)
         return cls(problem.a[rows] * scale, problem.c[rows] * scale, problem.dims, problem.q, n_total)
 
     def tangent_gradient(self, at: Evaluation) -> Tensor:
@@ -147,7 +144,7 @@ def leading_part(full: Objective) -> Reduction:
     samples = leading_samples(weights, EVIDENCE, min(full.n_samples, n_directions))
     dims = reduced_dims(full.dims, n_directions)
     a, c = (x[samples] @ directions[:, :n_directions] for x in (full.a, full.c))
-    return Reduction(Objective(a, c, dims, full.q), directions, samples)
+    return Reduction(Objective(a, c, dims, full.q, full.n_total), directions, samples)
 
 
 def mean_of_finite(values: Sequence[float]) -> float:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..pairs import Pairs
+
 Rows = dict[int, Tensor]
 
 
@@ -41,3 +43,9 @@ def shuffled_contexts(rows: Rows, generator: np.random.Generator) -> Tensor:
         own, theirs = rows[number], rows[giver]
         source[own] = theirs[torch.arange(len(own)) % len(theirs)]
     return source
+
+
+def with_shuffled_contexts(pairs: Pairs, generator: np.random.Generator) -> Pairs:
+    """Pairs in which the contexts of each image are those of another one."""
+    source = shuffled_contexts(rows_by_image(pairs.image), generator)
+    return Pairs(pairs.a, pairs.c[source.to(pairs.c.device)], pairs.image)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +18,15 @@ from ..subspaces import Subspaces
 from .agreement import correlations, match
 from .drsa import DRSA
 from .estimator import learn_subspaces
-from .objective import Objective
 from .repeated import Repeated, Run, mean_of_finite
+from .resampling import with_shuffled_contexts
 
 #: How far above the null a concept must be, as a part of the way from the null to 1.
 MARGIN = 0.5
+#: More than this is never asked of an index.
+ENOUGH = 0.95
+#: How far the objective must exceed that of shuffled contexts, as a part of the latter.
+GAIN = 0.1
 #: Correlation of the relevance of two concepts above which they are parts of one.
 OVERLAP = 0.0
 #: Tolerance of the finish on all pairs: the start is good, and what is left to gain is no other concept.
@@ -47,11 +52,14 @@ class Stability:
         activations and contexts have a structure of their own.
     threshold : float
         What every index must reach: from the least stable concept of the null (of the best shuffle),
-        `margin` of the way to 1.
+        `margin` of the way to 1, but never more than 0.95. Where shuffled contexts are as stable as this,
+        `beats_chance` decides.
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
     objective, held_out_objective : float
         J on the images of a fit and on those left out by its bootstrap, means over runs.
+    null_objective : float
+        J of shuffled contexts on the images of a fit, mean over runs: of the best shuffle.
     relevance : tensor, shape (N, K)
         Positive R_k of the concepts at all pairs, scaled as the solver sees them: for comparisons of fits.
     seconds : float
@@ -65,6 +73,7 @@ class Stability:
     agreement: Tensor
     objective: float
     held_out_objective: float
+    null_objective: float
     relevance: Tensor
     seconds: float
 
@@ -79,9 +88,19 @@ class Stability:
         return tuple((self.index >= self.threshold).tolist())
 
     @property
+    def beats_chance(self) -> bool:
+        """Whether activations meet more relevance in their own contexts than in those of other images.
+
+        Shuffled data may have stable directions as well: activations and contexts each have theirs. But only
+        if an image's contexts belong to it is the objective higher than for shuffled ones.
+        """
+        reached = self.objective if math.isnan(self.held_out_objective) else self.held_out_objective
+        return reached >= (1 + GAIN) * self.null_objective
+
+    @property
     def all_stable(self) -> bool:
-        """Whether every concept is stable."""
-        return all(self.is_stable)
+        """Whether every concept is stable, in data that beat chance."""
+        return self.beats_chance and all(self.is_stable)
 
     @property
     def overlap(self) -> float:
@@ -137,9 +156,7 @@ def stability(
     n_subspaces : int
         Number K of concepts.
     solver : DRSA, optional
-        Its `q`, `balance` and `n_init` are used; its number of subspaces is not. Default
-        `DRSA(balance=1)`: how often a concept comes back should not depend on how strong it is, and without
-        balance a weak concept is merged with others while a strong one is split (Notes of `DRSA`).
+        Its `q`, `balance` and `n_init` are used; its number of subspaces is not. Default `DRSA()`.
     n_bootstraps, n_starts : int
         Fits on bootstraps over images, and fits on all images. Each has random starts of its own.
     n_shuffles : int
@@ -168,7 +185,7 @@ def stability(
     if n_bootstraps + n_starts < 2:
         raise ValueError("stability compares fits: n_bootstraps + n_starts must be at least 2")
     check_images(pairs)
-    solver = DRSA(balance=1.0) if solver is None else solver
+    solver = DRSA() if solver is None else solver
     repeated = Repeated(pairs, n_subspaces, solver)
     generator = np.random.default_rng(as_seed(random_state))
     resampled = [True] * n_bootstraps + [False] * n_starts
@@ -176,15 +193,17 @@ def stability(
     hidden = None if progress is None else not progress
     with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
 
-        def fits(problem: Objective) -> list[Run]:
+        def fits(repeated: Repeated) -> list[Run]:
             runs = []
             for is_resampled in resampled:
-                runs.append(repeated.fit(problem, is_resampled, generator))
+                runs.append(repeated.fit(is_resampled, generator))
                 bar.update()
             return runs
 
-        runs = fits(repeated.problem)
-        null = [fits(repeated.shuffled(generator)) for _ in range(n_shuffles)]
+        runs, null = fits(repeated), []
+        for _ in range(n_shuffles):
+            shuffled = with_shuffled_contexts(pairs, generator)
+            null.append(fits(Repeated(shuffled, n_subspaces, solver)))
     return _summary(pairs, solver, repeated, runs, null, margin, as_seed(random_state), begin)
 
 
@@ -226,7 +245,7 @@ def _summary(
     index = agreement.mean(0)
     of_null = torch.stack([_index(shuffled).sort().values for shuffled in null])
     reached = float(of_null[:, 0].max())
-    threshold = reached + margin * (1 - reached)
+    threshold = min(reached + margin * (1 - reached), ENOUGH)
     metadata = {"index": index.tolist(), "threshold": threshold, "n_runs": len(runs)}
     return Stability(
         subspaces=subspaces.with_metadata(stability=metadata),
@@ -236,6 +255,7 @@ def _summary(
         agreement=agreement,
         objective=mean_of_finite([run.objective for run in runs]),
         held_out_objective=mean_of_finite([run.held_out for run in runs]),
+        null_objective=max(mean_of_finite([run.objective for run in shuffled]) for shuffled in null),
         relevance=relevance,
         seconds=time.perf_counter() - begin,
     )
