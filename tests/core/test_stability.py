@@ -102,7 +102,7 @@ def test_planted_concepts_are_stable(choice: ChoiceOfK) -> None:
     torch.testing.assert_close(result.index, result.agreement.mean(0))
     assert result.subspaces.metadata["stability"]["index"] == result.index.tolist()
     expected = float(result.null[:, 0].max())
-    assert result.threshold == pytest.approx(min(expected + 0.5 * (1 - expected), 0.95))
+    assert result.threshold == pytest.approx(min(expected + 0.5 * (1 - expected), 0.75))
     assert "3 concepts over 4 fits" in str(result)
     # What is returned is as good as what the solver finds by itself.
     alone = DRSA(3, random_state=0).fit(pairs)

@@ -68,8 +68,8 @@ class ChoiceOfK:
             verdict = f"{self.n_subspaces} concepts: the largest K whose concepts are all stable and distinct"
         rows = ["  K  least stable  needed  overlap  held-out J  shuffled J  seconds"]
         for c in self.candidates:
-            marks = [] if all(c.is_stable) else ["not stable"]
-            marks += [] if c.beats_chance else ["no better than shuffled"]
+            marks = [] if c.beats_chance else ["no better than shuffled"]
+            marks += ["not stable"] if c.beats_chance and not c.all_stable else []
             marks += [] if c.are_distinct else ["two are parts of one"]
             row = (
                 f"{c.n_subspaces:3}  {float(c.index.min()):12.2f}  {c.threshold:6.2f}  {c.overlap:7.2f}  "

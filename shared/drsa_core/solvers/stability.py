@@ -24,7 +24,7 @@ from .resampling import with_shuffled_contexts
 #: How far above the null a concept must be, as a part of the way from the null to 1.
 MARGIN = 0.5
 #: More than this is never asked of an index.
-ENOUGH = 0.95
+ENOUGH = 0.75
 #: How far the objective must exceed that of shuffled contexts, as a part of the latter.
 GAIN = 0.1
 #: Correlation of the relevance of two concepts above which they are parts of one.
@@ -52,7 +52,7 @@ class Stability:
         activations and contexts have a structure of their own.
     threshold : float
         What every index must reach: from the least stable concept of the null (of the best shuffle),
-        `margin` of the way to 1, but never more than 0.95. Where shuffled contexts are as stable as this,
+        `margin` of the way to 1, but never more than 0.75. Where shuffled contexts are as stable as this,
         `beats_chance` decides.
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
@@ -84,8 +84,11 @@ class Stability:
 
     @property
     def is_stable(self) -> tuple[bool, ...]:
-        """For each concept whether its index reaches the threshold. One that does not deserves no name."""
-        return tuple((self.index >= self.threshold).tolist())
+        """For each concept whether its index reaches the threshold, in data that beat chance.
+
+        A concept that is not stable deserves no name.
+        """
+        return tuple(self.beats_chance and index >= self.threshold for index in self.index.tolist())
 
     @property
     def beats_chance(self) -> bool:
@@ -99,8 +102,8 @@ class Stability:
 
     @property
     def all_stable(self) -> bool:
-        """Whether every concept is stable, in data that beat chance."""
-        return self.beats_chance and all(self.is_stable)
+        """Whether every concept is stable."""
+        return all(self.is_stable)
 
     @property
     def overlap(self) -> float:
@@ -128,9 +131,11 @@ class Stability:
         n_runs = len(self.agreement) + 1
         return "\n".join(
             [
-                f"stability of {self.n_subspaces} concepts over {n_runs} fits: 1 is perfect, shuffled "
-                f"contexts give {float(self.null[:, 0].max()):.2f}, stable from {self.threshold:.2f} on",
+                f"{self.n_subspaces} concepts over {n_runs} fits; 1 always comes back, stable from "
+                f"{self.threshold:.2f} on",
                 *rows,
+                f"objective on images left out {self.held_out_objective:.2f}, with shuffled contexts "
+                f"{self.null_objective:.2f}" + ("" if self.beats_chance else ": NO BETTER THAN CHANCE"),
             ]
         )
 
