@@ -297,7 +297,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         rules = [rule for _, rule in rules_on(self._model)]
         return guarded(self._model, on_request, rules)
 
-    def _request(self, inputs: Inputs, target: Target, args: Any, is_step_1: bool) -> Request:
+    def _request(self, inputs: Inputs, target: Target, args: Any = None, is_step_1: bool = False) -> Request:
         must_be_floating = None
         if self._record.needs_gradient and self._record.at_input is None:
             must_be_floating = "some" if is_step_1 else "all"  # at the layer, masks are constants

@@ -28,6 +28,8 @@ from .solvers import (
     ibd_subspaces,
     netdissect_subspaces,
 )
+from .solvers.choice import ChoiceOfK, Split, choose_k
+from .solvers.stability import Stability, stability
 from .subspaces import Subspaces
 from .token_maps import TokenLayout, TokenMaps
 
@@ -37,6 +39,7 @@ __all__ = [
     "PCA",
     "PRCA",
     "Certificate",
+    "ChoiceOfK",
     "ClassIndex",
     "ConvergenceWarning",
     "Explanation",
@@ -53,10 +56,13 @@ __all__ = [
     "RankError",
     "Ranks",
     "RelevanceLossWarning",
+    "Split",
+    "Stability",
     "Subspaces",
     "TokenLayout",
     "TokenMaps",
     "check_provenance",
+    "choose_k",
     "context_from_relevance",
     "describe_target",
     "filter_context",
@@ -69,5 +75,6 @@ __all__ = [
     "model_fingerprint",
     "netdissect_subspaces",
     "sample_pairs",
+    "stability",
     "target_order",
 ]
