@@ -30,7 +30,7 @@ def planted_pairs(planted: int, seed: int, cache: Path) -> Pairs:
     if not file.exists():
         import known_concepts
         import torch
-        from drsa_core.synthetic import PlantedConcepts
+        from drsa_core.showcases.synthetic import PlantedConcepts
 
         from zennit_drsa import collect
 
