@@ -17,7 +17,7 @@ from zennit.rules import Epsilon, Gamma
 from zennit_drsa import NFNetGamma, TimmCanonizer, TorchvisionCanonizer, VGGGamma
 
 from .images import load_images, to_pixels
-from .published import IMAGENET_MEAN, IMAGENET_STD, Transform, is_torchvision_name, published_transform
+from .published import Transform, is_torchvision_name, published_transform
 from .weights import described_model, find_factory, read_classes, read_state
 
 # Layers that are split unless another one is named; Conv4_3 of VGG16 is the paper's.

@@ -1,4 +1,4 @@
-"""How photographs become inputs: what the publishers of a model did, as far as the model or its library says."""
+"""How photographs become inputs: as the publishers of a model did it, where the model or its library says so."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""What the numbers of an audit say: shares of the concepts, two groups of images, unusual images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: A split into two groups that explains so much of the variance is none that a smooth spread would have: a
+#: uniform distribution gives 0.75, a normal one 0.64.
+TWO_GROUPS = 0.85
+#: How far apart the groups' mean shares must be, and how much of the images the smaller one must hold.
+FAR_APART, SMALLEST_GROUP = 0.2, 0.08
+#: Median absolute deviations beyond which a mixture of concepts is unusual.
+UNUSUAL = 4.0
+
+
+@dataclass(frozen=True)
+class TwoGroups:
+    """A concept that is strong in some images and nearly absent in the others.
+
+    Attributes
+    ----------
+    concept : int
+    images : list of int
+        Where it is strong.
+    share_there, share_elsewhere : float
+        Its mean share of the positive relevance in the two groups.
+    explained : float
+        Part of the variance that the split explains.
+    """
+
+    concept: int
+    images: list[int]
+    share_there: float
+    share_elsewhere: float
+    explained: float
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """An image whose mixture of concepts is unusual: its distance in deviations, and what is unusual."""
+
+    image: int
+    distance: float
+    concept: int
+    share: float
+    usual_share: float
+
+
+def mixtures(relevance: Tensor) -> Tensor:
+    """Share of each concept in the positive relevance of each image, shape (N, K); rows add up to 1."""
+    positive = relevance.double().clamp(min=0)
+    total = positive.sum(1, keepdim=True)
+    even = torch.full_like(positive, 1 / positive.shape[1])
+    return torch.where(total > 0, positive / total.clamp(min=torch.finfo(torch.float64).tiny), even)
+
+
+def shares(relevance: Tensor) -> Tensor:
+    """Share of each concept in the positive relevance of all images together, shape (K,)."""
+    positive = relevance.double().clamp(min=0).sum(0)
+    return positive / positive.sum() if positive.sum() > 0 else torch.zeros_like(positive)
+
+
+def share_against(relevance: Tensor) -> float:
+    """Σ |negative R_k| over Σ |R_k|: how much of what concepts hold counts against the class."""
+    total = relevance.double().abs().sum()
+    return float(relevance.double().clamp(max=0).abs().sum() / total) if total > 0 else 0.0
+
+
+def two_groups(relevance: Tensor) -> list[TwoGroups]:
+    """Concepts whose share splits the images into two groups with little between them, clearest first.
+
+    The split is the one that explains most of the variance of the shares (Otsu's). A concept that is there
+    or not there, regardless of the object, is what a watermark looks like.
+    """
+    found = []
+    shares_of_images = mixtures(relevance)
+    n_images = len(shares_of_images)
+    for k, column in enumerate(shares_of_images.T):
+        ordered, order = column.sort(descending=True)
+        total = float((ordered - ordered.mean()).square().sum())
+        if n_images < 6 or total == 0:
+            continue
+        best, cut = max((_between(ordered, n) / total, n) for n in range(1, n_images))
+        there, elsewhere = float(ordered[:cut].mean()), float(ordered[cut:].mean())
+        is_large = min(cut, n_images - cut) >= max(2, SMALLEST_GROUP * n_images)
+        if best >= TWO_GROUPS and there - elsewhere >= FAR_APART and is_large:
+            found.append(TwoGroups(k, order[:cut].tolist(), there, elsewhere, best))
+    return sorted(found, key=lambda group: -group.explained)
+
+
+def outliers(relevance: Tensor, reference: Tensor) -> list[Outlier]:
+    """Images whose mixture of concepts is far from the usual one, farthest first.
+
+    Parameters
+    ----------
+    relevance : tensor, shape (N, K)
+        R_k of the images.
+    reference : tensor, shape (M, K)
+        R_k of images that say what is usual, e.g. those that the concepts were learned from.
+    """
+    usual = mixtures(reference).median(0).values
+    typical = 0.5 * (mixtures(reference) - usual).abs().sum(1)
+    centre = typical.median()
+    spread = 1.4826 * (typical - centre).abs().median().clamp(min=0.01)
+    found = []
+    for n, mixture in enumerate(mixtures(relevance)):
+        distance = float((0.5 * (mixture - usual).abs().sum() - centre) / spread)
+        if distance > UNUSUAL:
+            k = int((mixture - usual).abs().argmax())
+            found.append(Outlier(n, distance, k, float(mixture[k]), float(usual[k])))
+    return sorted(found, key=lambda outlier: -outlier.distance)
+
+
+def half_area(maps: Tensor) -> Tensor:
+    """Smallest part of the picture that holds half of a map's positive relevance, shape (…).
+
+    Parameters
+    ----------
+    maps : tensor, shape (…, H, W)
+    """
+    flat = maps.double().clamp(min=0).flatten(-2).sort(-1, descending=True).values
+    total = flat.sum(-1, keepdim=True)
+    below = (flat.cumsum(-1) < 0.5 * total).sum(-1)
+    return torch.where(total[..., 0] > 0, (below + 1) / flat.shape[-1], torch.nan)
+
+
+def _between(ordered: Tensor, cut: int) -> float:
+    """Sum of squares between the first `cut` values and the others."""
+    first, second, n = ordered[:cut].mean(), ordered[cut:].mean(), len(ordered)
+    return float(cut * (n - cut) / n * (first - second).square())
