@@ -344,7 +344,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         rules = [rule for _, rule in rules_on(self._model)]
         return guarded(self._model, lambda: work(with_batch_axes(request)), rules)
 
-    def _request(self, inputs: Inputs, target: Target, additional_forward_args: Any) -> Request:
+    def _request(self, inputs: Inputs, target: Target, additional_forward_args: Any = None) -> Request:
         tensors = inputs if isinstance(inputs, tuple) else (inputs,)
         if not tensors or not all(isinstance(x, Tensor) and x.ndim > 0 for x in tensors):
             raise TypeError(

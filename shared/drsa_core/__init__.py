@@ -25,6 +25,8 @@ from .solvers import (
     ibd_subspaces,
     netdissect_subspaces,
 )
+from .solvers.choice import ChoiceOfK, Split, choose_k
+from .solvers.stability import Stability, stability
 from .subspaces import Subspaces
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "PCA",
     "PRCA",
     "Certificate",
+    "ChoiceOfK",
     "ConvergenceWarning",
     "Explanation",
     "Losses",
@@ -45,8 +48,11 @@ __all__ = [
     "ProvenanceWarning",
     "RandomSubspaces",
     "RelevanceLossWarning",
+    "Split",
+    "Stability",
     "Subspaces",
     "check_provenance",
+    "choose_k",
     "context_from_relevance",
     "describe_target",
     "filter_context",
@@ -57,5 +63,6 @@ __all__ = [
     "model_fingerprint",
     "netdissect_subspaces",
     "sample_pairs",
+    "stability",
     "target_order",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .collect import collect_pairs
 from .explanation import Explanation
-from .layer import Inputs, check_fits, sum_over_positions
+from .layer import Inputs, Request, check_fits, sum_over_positions
 from .pair_store import PairStore
 from .pairs import Pairs
 from .provenance import Provenance, TargetDescription, check_provenance, describe_target
@@ -55,6 +55,10 @@ class Explainer(ABC):
     @abstractmethod
     def _origin(self) -> dict[str, Any]:
         """`backend`, `method`, `layer` and `model` of a `Provenance`."""
+
+    @abstractmethod
+    def _request(self, inputs: Any, target: Target) -> Request:
+        """One batch, for runs of the bare model."""
 
     @abstractmethod
     def _known_model(self) -> nn.Module:

@@ -19,14 +19,14 @@ from torch import Tensor
 from .parameters import as_float, as_int
 from .validation import check_finite
 
-#: Six shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
-#: can be told by its mean brightness alone.
+#: Eight shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
+#: can be told by its mean brightness alone. Scenes use the first six unless they are asked for more.
 PATTERN_SIZE = 9
-PATTERN_NAMES = ("ring", "cross", "checks", "rows", "columns", "corner")
+PATTERN_NAMES = ("ring", "cross", "checks", "rows", "columns", "corner", "frame", "stripes")
 
 
 def patterns() -> Tensor:
-    """The six patterns of `PATTERN_NAMES`, values in [−1, 1], shape (6, 9, 9)."""
+    """The patterns of `PATTERN_NAMES`, values in [−1, 1], shape (8, 9, 9)."""
     centre = (PATTERN_SIZE - 1) / 2
     y, x = torch.meshgrid(torch.arange(PATTERN_SIZE), torch.arange(PATTERN_SIZE), indexing="ij")
     radius = ((y - centre) ** 2 + (x - centre) ** 2).sqrt()
@@ -36,7 +36,9 @@ def patterns() -> Tensor:
     rows = torch.where(y % 4 < 2, 1.0, -1.0)
     columns = torch.where(x % 4 < 2, 1.0, -1.0)
     corner = torch.where(x + y < PATTERN_SIZE - 1, 1.0, -1.0)
-    return torch.stack([ring, cross, checks, rows, columns, corner])
+    frame = torch.where(torch.maximum((y - centre).abs(), (x - centre).abs()) >= 3, 1.0, -1.0)
+    stripes = torch.where((x - y) % 6 < 3, 1.0, -1.0)
+    return torch.stack([ring, cross, checks, rows, columns, corner, frame, stripes])
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,13 @@ class Scenes:
 
 
 class PlantedConcepts:
-    """A generator of scenes: noise with `n_shown` of the six patterns, at random places that do not overlap.
+    """A generator of scenes: noise with `n_shown` of M patterns, at random places that do not overlap.
 
     Parameters
     ----------
-    strengths : sequence of 6 floats
-        Contrast of each pattern. Unequal ones make for concepts of unequal evidence.
+    strengths : sequence of M floats
+        Contrast of each pattern, for the first M of `PATTERN_NAMES`. Unequal ones make for concepts of
+        unequal evidence.
     n_shown : int
         Patterns per image; the classes are all subsets of so many.
     size : int
@@ -98,22 +101,22 @@ class PlantedConcepts:
         noise: float = 0.2,
     ) -> None:
         strengths = [as_float(strength, "every entry of strengths") for strength in strengths]
-        if len(strengths) != len(PATTERN_NAMES) or not all(0 < s <= 1 for s in strengths):
+        if not 2 <= len(strengths) <= len(PATTERN_NAMES) or not all(0 < s <= 1 for s in strengths):
             raise ValueError(
-                f"strengths must be {len(PATTERN_NAMES)} numbers above 0 and up to 1, got {strengths!r}"
+                f"strengths must be 2 to {len(PATTERN_NAMES)} numbers above 0 and up to 1, got {strengths!r}"
             )
         n_shown, size, noise = (
             as_int(n_shown, "n_shown", 1),
             as_int(size, "size", 1),
             as_float(noise, "noise", 0),
         )
-        if n_shown >= len(PATTERN_NAMES):
-            raise ValueError(f"n_shown must be below {len(PATTERN_NAMES)}, or all images are of one class")
+        if n_shown >= len(strengths):
+            raise ValueError(f"n_shown must be below {len(strengths)}, or all images are of one class")
         if size % self.cell or (size // self.cell) ** 2 < n_shown:
             raise ValueError(f"size must be a multiple of {self.cell} with room for {n_shown} patterns")
         self.strengths = tuple(strengths)
         self.n_shown, self.size, self.noise = n_shown, size, noise
-        self.classes = tuple(combinations(range(len(PATTERN_NAMES)), n_shown))
+        self.classes = tuple(combinations(range(len(strengths)), n_shown))
 
     def sample(self, n: int, generator: torch.Generator, label: int | None = None) -> Scenes:
         """Draw n scenes of all classes, or of the class `label` alone."""
@@ -140,7 +143,7 @@ class PlantedConcepts:
         image = torch.arange(n)[:, None, None, None]
         images = self.noise * torch.randn(n, self.size, self.size, generator=generator)
         images[image, rows, columns] += contrast[..., None, None] * patterns()[shown]
-        masks = torch.zeros(n, len(PATTERN_NAMES), self.size, self.size, dtype=torch.bool)
+        masks = torch.zeros(n, len(self.strengths), self.size, self.size, dtype=torch.bool)
         masks[image, shown[..., None, None], rows, columns] = True
         return Scenes(images.clamp(-1, 1)[:, None], labels, masks)
 

@@ -93,8 +93,8 @@ def test_shared_and_missing_concepts() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match="6 numbers above 0 and up to 1"):
-        PlantedConcepts((1.0,) * 5)
+    with pytest.raises(ValueError, match="2 to 8 numbers above 0 and up to 1"):
+        PlantedConcepts((1.0,) * 9)
     with pytest.raises(ValueError, match="multiple of 12"):
         PlantedConcepts(size=40)
     with pytest.raises(ValueError, match="below 6"):

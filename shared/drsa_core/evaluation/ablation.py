@@ -1,0 +1,135 @@
+"""Do the concepts matter? Take each out of the activation, and compare the drop of the output with R_k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..explainer import Explainer, single_input
+from ..layer import Inputs, check_fits, guarded, sum_over_positions
+from ..parameters import as_int
+from ..subspaces import Subspaces
+from ..target import Target, check_length, targets_of_batch
+from ..validation import check_finite
+
+
+@dataclass(frozen=True)
+class ConceptAblation:
+    """What happens to the score when one concept after the other is taken out of the activation.
+
+    Attributes
+    ----------
+    relevance : tensor, shape (N, K)
+        R_k = (U_kᵀa)ᵀ(U_kᵀc), summed over positions: what the explanation says.
+    drop : tensor, shape (N, K)
+        y(a) − y(a − U_kU_kᵀa): what the network does.
+    score : tensor, shape (N,)
+        y(a).
+    names : tuple of str, length K
+    """
+
+    relevance: Tensor
+    drop: Tensor
+    score: Tensor
+    names: tuple[str, ...]
+
+    @property
+    def correlation(self) -> float:
+        """Pearson correlation of R_k and the drop over all images and concepts; NaN if one is constant."""
+        return _correlation(self.relevance, self.drop)
+
+    @property
+    def correlation_within_images(self) -> float:
+        """The same after each image's mean is taken off both: are the concepts of an image ranked right?"""
+        relevance, drop = self.relevance.double(), self.drop.double()
+        return _correlation(relevance - relevance.mean(1, keepdim=True), drop - drop.mean(1, keepdim=True))
+
+
+def concept_ablation(
+    explainer: Explainer,
+    inputs: Inputs,
+    target: Target,
+    subspaces: Subspaces | None = None,
+    *,
+    reference: Tensor | None = None,
+    batch_size: int = 32,
+) -> ConceptAblation:
+    """Take each concept out of the layer's activation, run the network above, and record the drop.
+
+    Parameters
+    ----------
+    explainer : Explainer
+        `zennit_drsa.DisentangledAttributor` or `captum_drsa.DisentangledAttribution`.
+    inputs : tensor, shape (N, …)
+    target
+        As in `explainer.context`.
+    subspaces : Subspaces, optional
+        The concepts, e.g. those of another method. Default: the explainer's own.
+    reference : tensor, shape (D,), optional
+        Mean activation over a reference set, e.g. `pairs.a.mean(0)`. The block is replaced by that of the
+        reference, a − U_kU_kᵀ(a − ā), instead of zero.
+    batch_size : int
+        Images per forward pass.
+    """
+    subspaces = explainer._fitted() if subspaces is None else subspaces
+    x, batch_size = single_input(inputs), as_int(batch_size, "batch_size", 1)
+    if reference is not None and reference.shape != (subspaces.n_features,):
+        raise ValueError(
+            f"reference must be a mean activation of shape ({subspaces.n_features},), got "
+            f"{tuple(reference.shape)}; e.g. pairs.a.mean(0)"
+        )
+    check_length(target, len(x))
+    parts = []
+    for first in range(0, len(x), batch_size):
+        batch = x[first : first + batch_size]
+        parts.append(
+            _ablate(explainer, batch, targets_of_batch(target, first, len(batch)), subspaces, reference)
+        )
+    relevance, drop, score = (torch.cat(part) for part in zip(*parts, strict=True))
+    for value, name in (
+        (relevance, "the relevance of the concepts"),
+        (score, "the score"),
+        (drop, "the drop"),
+    ):
+        check_finite(value, name)
+    return ConceptAblation(relevance, drop, score, subspaces.names)
+
+
+def _ablate(
+    explainer: Explainer, x: Tensor, target: Target, subspaces: Subspaces, reference: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Relevance and drop (N, K), and score (N,), of one batch: step 1 and K + 1 forward passes."""
+    activation, context = explainer.context(x, target)
+    dim = explainer.channel_dim
+    check_fits(activation, subspaces.n_features, explainer.layer_name, dim)
+    relevance = sum_over_positions(subspaces.relevance(activation, context, dim), dim)
+    request = explainer._request(x, target)
+
+    def without(k: int) -> Callable[[Tensor], Tensor]:
+        def cut(a: Tensor) -> Tensor:
+            from_reference = a
+            if reference is not None:
+                shape = [1] * a.ndim
+                shape[dim] = -1
+                from_reference = a - reference.to(a).reshape(shape)
+            return a - subspaces.project(from_reference, k, dim)
+
+        return cut
+
+    def scores() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            whole = request.select(request.run(lambda a: a))
+            drops = [whole - request.select(request.run(without(k))) for k in range(subspaces.n_subspaces)]
+        return whole, torch.stack(drops, dim=1)
+
+    score, drop = guarded(explainer._known_model(), scores)
+    return relevance.detach(), drop, score
+
+
+def _correlation(first: Tensor, second: Tensor) -> float:
+    x, y = (values.double().flatten() - values.double().mean() for values in (first, second))
+    lengths = float(x.norm() * y.norm())
+    return float(x @ y) / lengths if lengths > 0 else float("nan")

@@ -1,0 +1,275 @@
+"""Are the concepts stable? Fits from other starts and other images, matched concept by concept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..pairs import Pairs
+from ..parameters import Seed, as_float, as_int, as_seed
+from ..subspaces import Subspaces
+from .agreement import correlations, match
+from .drsa import DRSA
+from .estimator import learn_subspaces
+from .objective import Objective
+from .repeated import Repeated, Run, mean_of_finite
+
+#: How far above the null a concept must be, as a part of the way from the null to 1.
+MARGIN = 0.5
+#: Correlation of the relevance of two concepts above which they are parts of one.
+OVERLAP = 0.0
+#: Fewer images are nothing to draw from.
+FEWEST_IMAGES = 5
+
+
+@dataclass(frozen=True)
+class Stability:
+    """How far K concepts come back in other fits.
+
+    Attributes
+    ----------
+    subspaces : Subspaces
+        The centrotype: the run that agrees best with all others, finished on all pairs. Its metadata hold
+        `index` and `threshold` under "stability".
+    index : tensor, shape (K,)
+        Stability of each concept of `subspaces`: the correlation of its relevance with that of its partner in
+        another run, mean over runs. 1: it always comes back.
+    null : tensor, shape (n_shuffles, K)
+        The same indices where the contexts are those of other images, ascending. They are far from 0:
+        activations and contexts have a structure of their own.
+    threshold : float
+        What an index must reach: from the mean of the null, `margin` of the way to 1.
+    agreement : tensor, shape (n_runs − 1, K)
+        What `index` is the mean of: a row for each other run.
+    objective, held_out_objective : float
+        J on the images of a fit and on those left out by its bootstrap, means over runs.
+    relevance : tensor, shape (N, K)
+        Positive R_k of the concepts at all pairs, scaled as the solver sees them: for comparisons of fits.
+    seconds : float
+        Time that it took.
+    """
+
+    subspaces: Subspaces
+    index: Tensor
+    null: Tensor
+    threshold: float
+    agreement: Tensor
+    objective: float
+    held_out_objective: float
+    relevance: Tensor
+    seconds: float
+
+    @property
+    def n_subspaces(self) -> int:
+        """Number of concepts K."""
+        return len(self.index)
+
+    @property
+    def is_stable(self) -> tuple[bool, ...]:
+        """For each concept whether its index reaches the threshold. One that does not deserves no name."""
+        return tuple((self.index >= self.threshold).tolist())
+
+    @property
+    def all_stable(self) -> bool:
+        """Whether every concept is stable."""
+        return all(self.is_stable)
+
+    @property
+    def overlap(self) -> float:
+        """Largest correlation of the relevance of two concepts; −1 for a single one.
+
+        Different concepts exclude each other: where one is, another is less likely, and the correlation is
+        negative. If it is positive, two of them are at the same places and are parts of one concept.
+        """
+        similarity = correlations(self.relevance, self.relevance)
+        return float(similarity.fill_diagonal_(-1).max())
+
+    @property
+    def are_distinct(self) -> bool:
+        """Whether no two concepts are parts of one."""
+        return self.overlap <= OVERLAP
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.subspaces.names)
+        rows = [
+            f"{name:{width}}  {index:.2f}  {'stable' if stable else 'NOT STABLE'}"
+            for name, index, stable in zip(
+                self.subspaces.names, self.index.tolist(), self.is_stable, strict=True
+            )
+        ]
+        n_runs = len(self.agreement) + 1
+        return "\n".join(
+            [
+                f"stability of {self.n_subspaces} concepts over {n_runs} fits: 1 is perfect, shuffled "
+                f"contexts give {float(self.null.mean()):.2f}, stable from {self.threshold:.2f} on",
+                *rows,
+            ]
+        )
+
+
+def stability(
+    pairs: Pairs,
+    n_subspaces: int = 4,
+    *,
+    solver: DRSA | None = None,
+    n_bootstraps: int = 8,
+    n_starts: int = 2,
+    n_shuffles: int = 1,
+    margin: float = MARGIN,
+    random_state: Seed = 0,
+    progress: bool | None = None,
+) -> Stability:
+    """Fit K subspaces again and again, and see which concepts come back.
+
+    Parameters
+    ----------
+    pairs : Pairs
+        With the image of each pair: images are drawn with replacement, not pairs.
+    n_subspaces : int
+        Number K of concepts.
+    solver : DRSA, optional
+        Its `q`, `balance` and `n_init` are used; its number of subspaces is not. Default
+        `DRSA(balance=1)`: how often a concept comes back should not depend on how strong it is, and without
+        balance a weak concept is merged with others while a strong one is split (Notes of `DRSA`).
+    n_bootstraps, n_starts : int
+        Fits on bootstraps over images, and fits on all images. Each has random starts of its own.
+    n_shuffles : int
+        How many times contexts are shuffled over images, for the null. Each has as many fits again.
+    margin : float
+        How far above the null is stable, from 0 (the null itself) to 1 (never).
+    random_state : int, optional
+        Seed of everything. The same seed gives the same result; None draws a new one.
+    progress : bool, optional
+        Show a progress bar. Default: on a terminal.
+
+    Returns
+    -------
+    Stability
+
+    Examples
+    --------
+    >>> result = stability(pairs, 4)                                                        # doctest: +SKIP
+    >>> print(result)                                                                       # doctest: +SKIP
+    >>> explainer.subspaces = result.subspaces                                              # doctest: +SKIP
+    """
+    begin = time.perf_counter()
+    n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
+    n_bootstraps, n_starts = as_int(n_bootstraps, "n_bootstraps", 1), as_int(n_starts, "n_starts", 0)
+    n_shuffles, margin = as_int(n_shuffles, "n_shuffles", 1), as_float(margin, "margin", 0, 1)
+    if n_bootstraps + n_starts < 2:
+        raise ValueError("stability compares fits: n_bootstraps + n_starts must be at least 2")
+    check_images(pairs)
+    solver = DRSA(balance=1.0) if solver is None else solver
+    repeated = Repeated(pairs, n_subspaces, solver)
+    generator = np.random.default_rng(as_seed(random_state))
+    resampled = [True] * n_bootstraps + [False] * n_starts
+    total = len(resampled) * (1 + n_shuffles)
+    hidden = None if progress is None else not progress
+    with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
+
+        def fits(problem: Objective) -> list[Run]:
+            runs = []
+            for is_resampled in resampled:
+                runs.append(repeated.fit(problem, is_resampled, generator))
+                bar.update()
+            return runs
+
+        runs = fits(repeated.problem)
+        null = [fits(repeated.shuffled(generator)) for _ in range(n_shuffles)]
+    return _summary(pairs, solver, repeated, runs, null, margin, as_seed(random_state), begin)
+
+
+def check_images(pairs: Pairs) -> None:
+    """Raise unless the pairs come from enough images to draw from."""
+    if not isinstance(pairs, Pairs):
+        raise TypeError(
+            f"stability needs Pairs, which know the image of each pair, got {type(pairs).__name__}; use "
+            "Pairs(a, c, image)"
+        )
+    n_images = len(torch.unique(pairs.image))
+    if n_images < FEWEST_IMAGES:
+        raise ValueError(
+            f"stability draws images with replacement and needs pairs of at least {FEWEST_IMAGES}, got "
+            f"{n_images}; give Pairs(a, c, image) the number of each pair's image, or collect more images"
+        )
+
+
+def _summary(
+    pairs: Pairs,
+    solver: DRSA,
+    repeated: Repeated,
+    runs: Sequence[Run],
+    null: Sequence[Sequence[Run]],
+    margin: float,
+    seed: int | None,
+    begin: float,
+) -> Stability:
+    chosen = centrotype([run.relevance for run in runs])
+    others = [run for i, run in enumerate(runs) if i != chosen]
+    # Levelled pairs and all directions: what the user's solver finds from there.
+    parameters = solver.get_params() | {"n_subspaces": runs[0].relevance.shape[1], "dims": None}
+    finished = _FromStart(DRSA(**parameters | {"random_state": seed}), repeated.lift(runs[chosen].basis))
+    subspaces = learn_subspaces(finished, pairs)
+    relevance, of_runs = repeated.relevance(subspaces)
+    agreement = torch.stack([match(of_runs, run.relevance)[1] for run in others])
+    index = agreement.mean(0)
+    of_null = torch.stack([_index(shuffled).sort().values for shuffled in null])
+    reached = float(of_null.mean())
+    threshold = reached + margin * (1 - reached)
+    metadata = {"index": index.tolist(), "threshold": threshold, "n_runs": len(runs)}
+    return Stability(
+        subspaces=subspaces.with_metadata(stability=metadata),
+        index=index,
+        null=of_null,
+        threshold=threshold,
+        agreement=agreement,
+        objective=mean_of_finite([run.objective for run in runs]),
+        held_out_objective=mean_of_finite([run.held_out for run in runs]),
+        relevance=relevance,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _index(runs: Sequence[Run]) -> Tensor:
+    """Indices of the centrotype of some runs, shape (K,)."""
+    chosen = centrotype([run.relevance for run in runs])
+    others = [run for i, run in enumerate(runs) if i != chosen]
+    return torch.stack([match(runs[chosen].relevance, run.relevance)[1] for run in others]).mean(0)
+
+
+def centrotype(relevances: Sequence[Tensor]) -> int:
+    """The run whose concepts agree best with those of all others, by the mean correlation of partners.
+
+    Parameters
+    ----------
+    relevances : sequence of tensor, shape (N, K)
+        R_k of each run at the same pairs.
+    """
+    n = len(relevances)
+    similarity = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        for j in range(i):
+            similarity[i, j] = similarity[j, i] = match(relevances[i], relevances[j])[1].mean()
+    return int(similarity.sum(1).argmax())
+
+
+class _FromStart:
+    """A solver with its start, as `learn_subspaces` takes it."""
+
+    def __init__(self, solver: DRSA, start: Tensor) -> None:
+        self._solver, self._start = solver, start
+
+    @property
+    def subspaces_(self) -> Subspaces:
+        """What was learned."""
+        return self._solver.subspaces_
+
+    def fit(self, a: Tensor, c: Tensor) -> None:
+        """Learn from the start."""
+        self._solver.fit(a, c, init=self._start)
