@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from captum.attr import Attribution, InputXGradient, IntegratedGradients, ShapleyValueSampling
 from drsa_core import Explanation, Pairs, PairStore, Subspaces
+from drsa_core.explainer import Explainer
 from drsa_core.target import Target
 from torch import Tensor
 from zennit.attribution import Gradient
@@ -45,6 +46,9 @@ class Backend(Protocol):
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """Standard maps in one step, (N, 3, H, W)."""
+
+    def explainer(self, subspaces: Subspaces | None) -> Explainer:
+        """The wrapper of the adapter behind it."""
 
 
 def make_backend(
@@ -105,21 +109,21 @@ class LRP:
         self, batches: list[Tensor], target: int, positions: int, seed: int, store: PairStore
     ) -> Pairs:
         """As in `Backend`."""
-        return self._wrapped(None).collect(batches, target, positions, seed, store=store)
+        return self.explainer(None).collect(batches, target, positions, seed, store=store)
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
-        with self._wrapped(subspaces) as wrapped:
+        with self.explainer(subspaces) as wrapped:
             maps: Tensor = wrapped(inputs, relevance_at(target))[1]
         return maps.detach()
 
     def explanation(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Explanation:
         """As in `Backend`."""
-        return self._wrapped(subspaces).explain(inputs, target)
+        return self.explainer(subspaces).explain(inputs, target)
 
     def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
-        return self._wrapped(subspaces).concept_relevance(inputs, target).detach()
+        return self.explainer(subspaces).concept_relevance(inputs, target).detach()
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """As in `Backend`."""
@@ -127,7 +131,8 @@ class LRP:
             maps: Tensor = gradient(inputs, relevance_at(target))[1]
         return maps.detach()
 
-    def _wrapped(self, subspaces: Subspaces | None) -> DisentangledAttributor:
+    def explainer(self, subspaces: Subspaces | None) -> DisentangledAttributor:
+        """As in `Backend`."""
         gradient = Gradient(self.network.model, self.network.composite())
         return DisentangledAttributor(
             gradient, self.layer, subspaces, channel_dim=self.channel_dim, strict=self.strict
@@ -151,15 +156,15 @@ class Captum:
         """As in `Backend`."""
         with torch.random.fork_rng(devices=[]):  # Captum's samplers draw from the global generator
             torch.manual_seed(seed)
-            return self._wrapped(None).collect(batches, target, positions, seed, store=store)
+            return self.explainer(None).collect(batches, target, positions, seed, store=store)
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
-        return self._attribute(self._wrapped(subspaces), inputs, target)
+        return self._attribute(self.explainer(subspaces), inputs, target)
 
     def explanation(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Explanation:
         """As in `Backend`."""
-        wrapped, options = self._wrapped(subspaces), self._options(inputs)
+        wrapped, options = self.explainer(subspaces), self._options(inputs)
         found = self._repeatable(lambda: wrapped.explain(self._leaf(inputs), target, **options))
         shares = self._shares(inputs)
         whole = None if found.whole is None else found.whole / shares
@@ -167,7 +172,7 @@ class Captum:
 
     def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
-        wrapped = self._wrapped(subspaces)
+        wrapped = self.explainer(subspaces)
         return self._repeatable(lambda: wrapped.concept_relevance(self._leaf(inputs), target).detach())
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
@@ -178,7 +183,8 @@ class Captum:
         methods = {"gxi": InputXGradient, "ig": IntegratedGradients, "shapley": ShapleyValueSampling}
         return methods[self.kind](self.network.model)
 
-    def _wrapped(self, subspaces: Subspaces | None) -> DisentangledAttribution:
+    def explainer(self, subspaces: Subspaces | None) -> DisentangledAttribution:
+        """As in `Backend`."""
         context = None
         if self.kind == "shapley" and self.samples is not None:
             context = ShapleyContext(n_samples=self.samples)

@@ -90,7 +90,8 @@ def choose_backend(wanted: str, network: Network, inputs: Tensor, target: int, f
     why = "; ".join(first[1].findings[:2]) if first else failures[0] if failures else "no rules are known"
     if force and first is not None:
         return Choice("lrp", network, f"LRP by force, though the doctor finds: {why}.", False, entries)
-    reason = f"{NAMES[WITHOUT_RULES]} instead of LRP, which is not valid on this model as it is: {one_line(why, 240)}."
+    other = NAMES[WITHOUT_RULES]
+    reason = f"{other} instead of LRP, which is not valid on this model as it is: {one_line(why, 240)}."
     return Choice(WITHOUT_RULES, network, reason, True, entries)
 
 

@@ -9,29 +9,33 @@ from torch import Tensor
 
 #: A split into two groups that explains so much of the variance is none that a smooth spread would have: a
 #: uniform distribution gives 0.75, a normal one 0.64.
-TWO_GROUPS = 0.85
-#: How far apart the groups' mean shares must be, and how much of the images the smaller one must hold.
-FAR_APART, SMALLEST_GROUP = 0.2, 0.08
+TWO_GROUPS = 0.8
+#: How far apart the groups' mean shares must be, how many times as large the larger one must be ("there or
+#: not there"), and how much of the images the smaller group must hold.
+FAR_APART, TIMES, SMALLEST_GROUP = 0.15, 4.0, 0.1
+#: Two concepts that are strong in the same images, but for so many, belong together.
+SAME_IMAGES = 0.7
 #: Median absolute deviations beyond which a mixture of concepts is unusual.
 UNUSUAL = 4.0
 
 
 @dataclass(frozen=True)
 class TwoGroups:
-    """A concept that is strong in some images and nearly absent in the others.
+    """Concepts that are strong in some images and nearly absent in the others.
 
     Attributes
     ----------
-    concept : int
+    concepts : tuple of int
+        The clearest first.
     images : list of int
         Where it is strong.
     share_there, share_elsewhere : float
-        Its mean share of the positive relevance in the two groups.
+        Their mean share of the positive relevance in the two groups.
     explained : float
         Part of the variance that the split explains.
     """
 
-    concept: int
+    concepts: tuple[int, ...]
     images: list[int]
     share_there: float
     share_elsewhere: float
@@ -73,22 +77,51 @@ def two_groups(relevance: Tensor) -> list[TwoGroups]:
     """Concepts whose share splits the images into two groups with little between them, clearest first.
 
     The split is the one that explains most of the variance of the shares (Otsu's). A concept that is there
-    or not there, regardless of the object, is what a watermark looks like.
+    or not there, regardless of the object, is what a watermark looks like. Concepts with nearly the same
+    images are one finding, and one that fills in where another is missing is none.
     """
-    found = []
+    found: list[TwoGroups] = []
     shares_of_images = mixtures(relevance)
-    n_images = len(shares_of_images)
-    for k, column in enumerate(shares_of_images.T):
-        ordered, order = column.sort(descending=True)
-        total = float((ordered - ordered.mean()).square().sum())
-        if n_images < 6 or total == 0:
-            continue
-        best, cut = max((_between(ordered, n) / total, n) for n in range(1, n_images))
-        there, elsewhere = float(ordered[:cut].mean()), float(ordered[cut:].mean())
-        is_large = min(cut, n_images - cut) >= max(2, SMALLEST_GROUP * n_images)
-        if best >= TWO_GROUPS and there - elsewhere >= FAR_APART and is_large:
-            found.append(TwoGroups(k, order[:cut].tolist(), there, elsewhere, best))
-    return sorted(found, key=lambda group: -group.explained)
+    splits = sorted(filter(None, map(_split, range(relevance.shape[1]), shares_of_images.T)), reverse=True)
+    everything = set(range(len(relevance)))
+    for explained, k, images in splits:
+        for i, other in enumerate(found):
+            if _are_same(images, everything - set(other.images)):
+                break
+            if _are_same(images, set(other.images)):
+                found[i] = _group((*other.concepts, k), set(other.images), other.explained, shares_of_images)
+                break
+        else:
+            found.append(_group((k,), images, explained, shares_of_images))
+    return found
+
+
+def _are_same(one: set[int], other: set[int]) -> bool:
+    return len(one & other) >= SAME_IMAGES * len(one | other)
+
+
+def _split(k: int, column: Tensor) -> tuple[float, int, set[int]] | None:
+    """Explained variance, concept and images of the best split of one concept's shares, if it is one."""
+    n_images = len(column)
+    ordered, order = column.sort(descending=True)
+    total = float((ordered - ordered.mean()).square().sum())
+    if n_images < 6 or total == 0:
+        return None
+    best, cut = max((_between(ordered, n) / total, n) for n in range(1, n_images))
+    there, elsewhere = float(ordered[:cut].mean()), float(ordered[cut:].mean())
+    is_large = min(cut, n_images - cut) >= max(3, SMALLEST_GROUP * n_images)
+    is_far = there - elsewhere >= FAR_APART and there >= TIMES * elsewhere
+    return (best, k, set(order[:cut].tolist())) if best >= TWO_GROUPS and is_far and is_large else None
+
+
+def _group(
+    concepts: tuple[int, ...], images: set[int], explained: float, shares_of_images: Tensor
+) -> TwoGroups:
+    together = shares_of_images[:, list(concepts)].sum(1)
+    is_there = torch.zeros(len(together), dtype=torch.bool)
+    is_there[list(images)] = True
+    there, elsewhere = float(together[is_there].mean()), float(together[~is_there].mean())
+    return TwoGroups(concepts, sorted(images), there, elsewhere, explained)
 
 
 def outliers(relevance: Tensor, reference: Tensor) -> list[Outlier]:

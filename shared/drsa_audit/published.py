@@ -1,4 +1,4 @@
-"""How photographs become inputs: as the publishers of a model did it, where the model or its library says so."""
+"""How photographs become inputs: as a model's publishers did it, where the model or its library says so."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def forward_seconds(session: Session, inputs: Tensor) -> float:
 
 
 def collect(session: Session, inputs: Tensor, positions: int, folder: Path, forward: float) -> Pairs:
-    """Pairs (a, c) at random positions of each image; batches that the folder holds are not computed again."""
+    """Pairs (a, c) at random positions of each image; batches that are in the folder are not done again."""
     batches = list(inputs.split(session.batch_size))
     estimate = forward * len(inputs) * _PASSES[session.choice.backend][0]
     with (

@@ -105,10 +105,10 @@ class _Frame:
                 f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
                 f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
             )
-        middle_x, middle_y = (_LEFT + _WIDTH - _RIGHT) / 2, (_TOP + bottom) / 2
+        x, y = (_LEFT + _WIDTH - _RIGHT) / 2, (_TOP + bottom) / 2
         parts.append(
-            f'<text class="axis" x="{middle_x}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
-            f'<text class="axis" transform="translate(13 {middle_y}) rotate(-90)" text-anchor="middle">'
+            f'<text class="axis" x="{x}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+            f'<text class="axis" transform="translate(13 {y}) rotate(-90)" text-anchor="middle">'
             f"{escape(y_label)}</text>"
         )
         return Markup(

@@ -88,7 +88,7 @@ def _concepts(
 ) -> list[dict[str, Any]]:
     found = []
     areas = half_area(explained.maps)
-    flagged = {group.concept for group in verdict.groups}
+    flagged = {k for group in verdict.groups for k in group.concepts}
     for k, colour in enumerate(concept_colours(subspaces.n_subspaces)):
         order = explained.relevance[:, k].argsort(descending=True, stable=True)[:N_PROTOTYPES].tolist()
         limit = strength(explained.maps[order, k])

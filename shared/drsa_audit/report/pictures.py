@@ -32,7 +32,7 @@ def jpeg(pixels: Tensor, side: int | None = None, quality: int = 85) -> str:
 
 
 def peak(relevance: Tensor) -> tuple[int, int]:
-    """Row and column around which most of the positive relevance (H, W) lies, in a window of a crop's size."""
+    """Row and column around which most of the positive relevance (H, W) lies."""
     height, width = relevance.shape
     window = max(1, round(CROP * min(height, width) / 2) | 1)
     positive = relevance.clamp(min=0)[None, None]

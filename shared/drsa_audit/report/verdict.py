@@ -81,13 +81,15 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
 
 
 def _of_group(group: TwoGroups, n_images: int) -> Caution:
+    listed = _listed([f"{{S{k}}}" for k in group.concepts])
+    one = len(group.concepts) == 1
     text = (
-        f"{{S{group.concept}}} is either there or not: it carries {group.share_there:.0%} of the evidence in "
-        f"{len(group.images)} of {n_images} images and {group.share_elsewhere:.0%} in the others. Look at what "
-        "these images share. If it does not belong to the class (a watermark, a frame, a background), the "
-        "model has learned a shortcut."
+        f"{listed} {'is' if one else 'are'} either there or not: {'it carries' if one else 'they carry'} "
+        f"{group.share_there:.0%} of the evidence in {len(group.images)} of {n_images} images and "
+        f"{group.share_elsewhere:.0%} in the others. Look at what these images share. If it does not belong "
+        "to the class (a watermark, a frame, a background), the model has learned a shortcut."
     )
-    return Caution(text, group.concept, group.images)
+    return Caution(text, group.concepts[0], group.images)
 
 
 def _stability_facts(record: AuditRecord) -> list[str]:
@@ -124,8 +126,8 @@ def _effect_facts(record: AuditRecord) -> list[str]:
         if chance > 0:
             faster = "faster" if ours < chance else "no faster"
             facts.append(
-                f"Pixels: removing what the maps point at makes the score fall {faster} than removing patches "
-                f"at random (area under the curve {ours:.2f} against {chance:.2f})."
+                f"Pixels: removing what the maps point at makes the score fall {faster} than removing "
+                f"patches at random (area under the curve {ours:.2f} against {chance:.2f})."
             )
     return facts
 
@@ -154,8 +156,8 @@ def _cautions(
     if n_right < 0.7 * len(explained):
         found.append(
             Caution(
-                f"The model predicts the class for only {n_right} of {len(explained)} test images: check that "
-                "images, class and preprocessing belong together."
+                f"The model predicts the class for only {n_right} of {len(explained)} test images: check "
+                "that images, class and preprocessing belong together."
             )
         )
     against = share_against(explained.relevance)
