@@ -11,8 +11,9 @@ import torch
 from drsa_core.layer import guarded
 from torch import Tensor, nn
 
-#: Layers that are tried for paths around them; each costs a forward pass of one example.
-MAX_TRIED = 60
+#: Layers that are tried for paths around them; each costs a forward pass of one example, and a backward pass
+#: if there is such a path.
+MAX_TRIED = 20
 
 
 @dataclass(frozen=True)
@@ -66,27 +67,30 @@ class LayerInfo:
         return math.prod(self.shape or (0,)) // max(1, self.n_features)
 
 
-def inspect_layers(model: nn.Module, example: Tensor) -> list[LayerInfo]:
-    """All modules in the order of their definition, with suggestions.
+def inspect_layers(model: nn.Module, example: Tensor, suggest: bool = True) -> list[LayerInfo]:
+    """All modules in the order of their definition, with a suggestion.
 
     A layer suits concepts if it runs once, has at least eight features and four positions, if nothing goes
     around it, and if its positions are about 16 pixels apart: fine enough to point at a part of an object,
-    high enough to know what it is. Among tokens, it lies at three quarters of the depth.
+    high enough to know what it is. Of those, it is the last one that lies least deep in other modules. Among
+    blocks of tokens, which all have the same positions, it lies at three quarters of the height.
 
     Parameters
     ----------
     model : module
     example : tensor, shape (1, C, H, W)
+    suggest : bool
+        Whether to look for a suggestion, at the price of a few forward and backward passes.
     """
     found = guarded(model, lambda: _shapes(model, example))
-    fit = [info for info in found if _suits(info)]
-    # Modules whose output is that of the module around them add nothing: the outermost of them is kept.
-    outermost = [info for info in fit if not any(_is_same(info, other) for other in fit)]
-    ranked = sorted(outermost, key=lambda info: _distance(info, example))[:MAX_TRIED]
-    tried = {info.name: _is_cut(model, info.name, example) for info in ranked}
-    cuts = [info for info in outermost if tried.get(info.name)]
-    best = _best(cuts, example)
-    return [replace(i, is_cut=tried.get(i.name), is_suggested=i.name in best) for i in found]
+    if not suggest:
+        return found
+    tried: dict[str, bool] = {}
+    for info in _by_preference([info for info in found if _suits(info)], example)[:MAX_TRIED]:
+        tried[info.name] = is_cut(model, info.name, example)
+        if tried[info.name]:
+            break
+    return [replace(i, is_cut=tried.get(i.name), is_suggested=tried.get(i.name) is True) for i in found]
 
 
 def suggested_layer(layers: list[LayerInfo]) -> LayerInfo | None:
@@ -145,29 +149,37 @@ def _suits(info: LayerInfo) -> bool:
     return has_axes and info.n_runs == 1 and info.n_features >= 8 and info.n_positions >= 4
 
 
-def _is_same(info: LayerInfo, other: LayerInfo) -> bool:
-    """Whether `other` is around `info`, with the same shape of output."""
-    return info.name.startswith(f"{other.name}.") and info.shape == other.shape
+def _by_preference(layers: list[LayerInfo], example: Tensor) -> list[LayerInfo]:
+    """Layers that suit concepts, the best first, as `inspect_layers` says it."""
+    maps = [info for info in layers if len(info.shape or ()) == 3]
+    if layers and layers[-1] not in maps:  # what follows the patch embedding are tokens
+        return _blocks(layers)
+
+    def distance(info: LayerInfo) -> float:
+        """How far the spacing of the positions is from 16 pixels, in powers of two, to a quarter."""
+        n_pixels = example.shape[-1] * example.shape[-2]
+        # Small pictures have small objects: no fewer than 8 × 8 positions.
+        wanted = min(256.0, n_pixels / 64)
+        return round(2 * abs(math.log2(n_pixels / info.n_positions / wanted))) / 4
+
+    return sorted(maps, key=lambda info: (distance(info), info.depth, -layers.index(info)))
 
 
-def _distance(info: LayerInfo, example: Tensor) -> float:
-    """How far the spacing of the positions is from 16 pixels, in powers of two."""
-    pixels = example.shape[-1] * example.shape[-2] / max(1, info.n_positions)
-    # Small pictures have small objects: no fewer than 8 × 8 positions.
-    wanted = min(256.0, example.shape[-1] * example.shape[-2] / 64)
-    return abs(math.log2(pixels / wanted)) / 2
+def _blocks(layers: list[LayerInfo]) -> list[LayerInfo]:
+    """The longest row of numbered modules, from three quarters of its height outwards; if none, all."""
+    rows: dict[str, list[LayerInfo]] = {}
+    for info in layers:
+        parent, _, number = info.name.rpartition(".")
+        if number.isdigit():
+            rows.setdefault(parent, []).append(info)
+    if not rows:
+        return layers[::-1]
+    longest = max(rows.values(), key=len)
+    best = round(0.75 * (len(longest) - 1))
+    return sorted(longest, key=lambda info: abs(longest.index(info) - best))
 
 
-def _best(cuts: list[LayerInfo], example: Tensor) -> set[str]:
-    if not cuts:
-        return set()
-    if all(len(info.shape or ()) == 2 for info in cuts):
-        return {cuts[math.ceil(0.75 * (len(cuts) - 1))].name}
-    least = min(_distance(info, example) for info in cuts)
-    return {[i for i in cuts if _distance(i, example) <= least + 0.26][-1].name}
-
-
-def _is_cut(model: nn.Module, name: str, example: Tensor) -> bool:
+def is_cut(model: nn.Module, name: str, example: Tensor) -> bool:
     """Whether nothing of the input reaches the output if the layer's output is held constant."""
     layer = model.get_submodule(name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from .backends import Backend, make_backend
 from .choice import Choice, choose_backend
 from .errors import BadInput
 from .folders import TargetClass
-from .layers import LayerInfo, inspect_layers, suggested_layer
+from .layers import LayerInfo, inspect_layers, is_cut, suggested_layer
 from .networks import Network
 from .opening import read_images
 from .progress import Progress
@@ -90,12 +90,10 @@ class Session:
         return read_images(self.network, files, self.progress, self.device)
 
 
-def find_concept_layer(
-    network: Network, layer: str | None, example: Tensor, channel_dim: int | None = None
-) -> LayerInfo:
+def find_concept_layer(network: Network, layer: str | None, example: Tensor) -> LayerInfo:
     """The named layer, the network's default one, or the suggested one."""
-    layers = {info.name: info for info in inspect_layers(network.model, example)}
     name = layer or network.layer
+    layers = {info.name: info for info in inspect_layers(network.model, example, suggest=not name)}
     if not name:
         found = suggested_layer(list(layers.values()))
         if found is None:
@@ -110,9 +108,7 @@ def find_concept_layer(
         why = "does not run" if not info.n_runs else f"runs {info.n_runs} times"
         why = "gives no single tensor" if info.n_runs == 1 else why
         raise BadInput(f"layer {name!r} {why} in a forward pass; choose another, see `drsa layers`")
-    if channel_dim is not None and channel_dim != info.channel_dim:
-        raise BadInput(f"the features of layer {name!r} lie along axis {info.channel_dim}, not {channel_dim}")
-    return info
+    return replace(info, is_cut=is_cut(network.model, name, example)) if info.is_cut is None else info
 
 
 def open_session(
