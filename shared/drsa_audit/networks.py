@@ -115,7 +115,10 @@ def load_network(name: str, weights: str | Path | None = None, crop: bool = Fals
     file = Path(weights) if weights is not None else file
     network = _build(name, published=file is None)
     if file is not None:
-        network.model.load_state_dict(read_state(file))
+        try:
+            network.model.load_state_dict(read_state(file))
+        except Exception as error:  # of torch, pickle or safetensors, each with errors of its own
+            raise ValueError(f"the weights {file} do not fit {name}: {error}") from error
         network = replace(network, classes=read_classes(file) or network.classes)
     if not crop:
         network = replace(network, resize=None, interpolation="bicubic")

@@ -64,9 +64,12 @@ def open_network(settings: ModelSettings) -> Network:
         With one sentence about what cannot be used.
     """
     device = check_device(settings.device)
-    network = _loaded(settings)
-    network = _with_transform(network, settings)
-    network.model.eval().to(device)
+    network = _with_transform(_loaded(settings), settings)
+    if isinstance(settings.model, str):
+        network.model.eval().to(device)
+    elif any(module.training for module in network.model.modules()):
+        # A model that the user holds is explained as it is, where it is.
+        raise BadInput("the model is in training mode; call model.eval() first")
     return network
 
 
@@ -133,11 +136,11 @@ def _loaded(settings: ModelSettings) -> Network:
     except BadInput:
         raise
     except Exception as error:
+        if "do not fit" in str(error):
+            raise BadInput(one_line(error, 400)) from error
         text = one_line(f"{type(error).__name__}: {error}", 300)
-        if ":" in model and not model.endswith(".safetensors"):
+        if ":" in model:
             raise BadInput(f"the model {model} could not be made: {text}") from error
-        if weights is not None:
-            raise BadInput(f"the weights {weights} do not fit {model}: {text}") from error
         raise BadInput(
             f"the model {model} could not be loaded: {text}; its weights may be given with --weights FILE"
         ) from error

@@ -26,9 +26,8 @@ class Group(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command; the exit code says what happened."""
         try:
-            super().main(*args, **{**kwargs, "standalone_mode": False})
-        except click.exceptions.Exit as error:
-            sys.exit(error.exit_code)
+            # Commands return nothing; an exit code comes from `click.exceptions.Exit`.
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except (click.Abort, KeyboardInterrupt):
             _say("interrupted; nothing is half-written, and the same command goes on from here")
             sys.exit(INTERRUPTED)
@@ -47,7 +46,7 @@ class Group(click.Group):
                 traceback.print_exc()
             _say(f"a fault of the program: {type(error).__name__}: {error}; DRSA_TRACEBACK=1 shows where")
             sys.exit(FAULT)
-        sys.exit(OK)
+        sys.exit(code or OK)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
