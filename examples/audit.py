@@ -1,8 +1,8 @@
 """A report of a network that cheats: who reads only its first screen should see the watermark.
 
 Trains the network of `planted_watermark.py`, which leans on a glyph that nine in ten of its boxes carry,
-writes pictures of boxes, half of them with the glyph, and audits the class "box". The same from a shell, for a
-model of your own:
+writes pictures of boxes, half of them with the glyph, and audits the class "box". The same from a shell, for
+a model of your own:
 
     drsa audit my_package.models:load --train train --test test --target box --out report.html
 

@@ -77,17 +77,23 @@ def two_groups(relevance: Tensor) -> list[TwoGroups]:
     """Concepts whose share splits the images into two groups with little between them, clearest first.
 
     The split is the one that explains most of the variance of the shares (Otsu's). A concept that is there
-    or not there, regardless of the object, is what a watermark looks like. Concepts with nearly the same
-    images are one finding, and one that fills in where another is missing is none.
+    or not there, regardless of the object, is what a watermark looks like. Shares are those of at least the
+    median image's evidence: in an image with little of it, a concept does not become strong because others
+    are missing. Concepts with nearly the same images are one finding.
     """
     found: list[TwoGroups] = []
+    positive = relevance.double().clamp(min=0)
+    total = positive.sum(1, keepdim=True)
+    if not total.any():
+        return found
+    floor = total.median().clamp(min=torch.finfo(torch.float64).tiny)
+    splits = sorted(
+        filter(None, map(_split, range(relevance.shape[1]), (positive / total.maximum(floor)).T)),
+        reverse=True,
+    )
     shares_of_images = mixtures(relevance)
-    splits = sorted(filter(None, map(_split, range(relevance.shape[1]), shares_of_images.T)), reverse=True)
-    everything = set(range(len(relevance)))
     for explained, k, images in splits:
         for i, other in enumerate(found):
-            if _are_same(images, everything - set(other.images)):
-                break
             if _are_same(images, set(other.images)):
                 found[i] = _group((*other.concepts, k), set(other.images), other.explained, shares_of_images)
                 break

@@ -33,15 +33,23 @@ def test_a_concept_that_is_there_or_not_is_found_with_its_images() -> None:
     assert found.share_elsewhere == pytest.approx(float(expected[rest].mean()))
 
 
-def test_concepts_of_the_same_images_are_one_finding_and_those_of_the_others_none() -> None:
+def test_concepts_of_the_same_images_are_one_finding() -> None:
     relevance = torch.full((20, 3), 0.02)
+    relevance[:, 2] = 1.0
     relevance[:8, 0] = 1.0
     relevance[:8, 1] = 0.9
-    relevance[8:, 2] = 2.0
-    found = two_groups(relevance)
-    assert len(found) == 1
-    assert set(found[0].concepts) in ({0, 1}, {2})
-    assert found[0].images == (list(range(8)) if 0 in found[0].concepts else list(range(8, 20)))
+    (found,) = two_groups(relevance)
+    assert set(found.concepts) == {0, 1}
+    assert found.images == list(range(8))
+
+
+def test_a_concept_that_is_left_where_others_are_missing_is_no_finding() -> None:
+    relevance = torch.full((20, 2), 0.0)
+    relevance[:, 0] = 1.0
+    relevance[:10, 1] = 10.0
+    (found,) = two_groups(relevance)  # the first one has 9 % and 100 %, but always the same relevance
+    assert found.concepts == (1,)
+    assert two_groups(torch.full((10, 2), -1.0)) == []
 
 
 @pytest.mark.parametrize("seed", range(20))

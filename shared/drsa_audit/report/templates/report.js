@@ -144,7 +144,7 @@
       const bar = document.querySelector(`[data-bar="${k}"]`);
       bar.style.width = `${(100 * Math.abs(value)) / largest}%`;
       bar.classList.toggle("against", value < 0);
-      const share = value > 0 ? ` (${Math.round(100 * image.shares[k])} %)` : "";
+      const share = value > 0 ? ` (${Math.round(100 * image.shares[k])}%)` : "";
       document.querySelector(`[data-value="${k}"]`).textContent = `${value.toPrecision(3)}${share}`;
     });
     const rank = image.rank === 1 ? `predicted as ${data.target}` : `${data.target} is only number ${image.rank}`;
