@@ -66,14 +66,16 @@ class ChoiceOfK:
             verdict = "there is no K whose concepts are all stable and distinct"
         else:
             verdict = f"{self.n_subspaces} concepts: the largest K whose concepts are all stable and distinct"
-        rows = ["  K  least stable  from  overlap  held-out J  seconds"]
+        rows = ["  K  least stable  needed  overlap  held-out J  shuffled J  seconds"]
         for c in self.candidates:
-            marks = [] if c.all_stable else ["not stable"]
+            marks = [] if c.beats_chance else ["no better than shuffled"]
+            marks += ["not stable"] if c.beats_chance and not c.all_stable else []
             marks += [] if c.are_distinct else ["two are parts of one"]
-            rows.append(
-                f"{c.n_subspaces:3}  {float(c.index.min()):12.2f}  {c.threshold:.2f}  {c.overlap:7.2f}  "
-                f"{c.held_out_objective:10.3f}  {c.seconds:7.1f}  {', '.join(marks)}".rstrip()
+            row = (
+                f"{c.n_subspaces:3}  {float(c.index.min()):12.2f}  {c.threshold:6.2f}  {c.overlap:7.2f}  "
+                f"{c.held_out_objective:10.3f}  {c.null_objective:10.3f}  {c.seconds:7.1f}  "
             )
+            rows.append(f"{row}{', '.join(marks)}".rstrip())
         return "\n".join([verdict, *rows])
 
     @property
@@ -88,10 +90,11 @@ def choose_k(
     n_subspaces: Iterable[int] = range(2, 17),
     *,
     solver: DRSA | None = None,
-    n_bootstraps: int = 8,
-    n_starts: int = 2,
+    n_bootstraps: int = 5,
+    n_starts: int = 1,
     n_shuffles: int = 1,
     margin: float = MARGIN,
+    patience: int | None = 2,
     random_state: Seed = 0,
     progress: bool | None = None,
 ) -> ChoiceOfK:
@@ -99,10 +102,16 @@ def choose_k(
 
     Parameters
     ----------
-    pairs, solver, n_bootstraps, n_starts, n_shuffles, margin, random_state, progress
+    pairs, n_bootstraps, n_starts, n_shuffles, margin, random_state, progress
         As in `stability`.
+    solver : DRSA, optional
+        As in `stability`, but `DRSA(balance=1)` by default: a concept counts as one however strong it is.
+        Without balance, weak concepts are merged while a strong one is split (Notes of `DRSA`).
     n_subspaces : iterable of int
-        The K to try.
+        The K to try, from the smallest to the largest.
+    patience : int or None
+        Stop after so many K in a row in which two concepts are parts of one: more blocks only divide them
+        further. None tries every K.
 
     Returns
     -------
@@ -112,10 +121,13 @@ def choose_k(
     wanted = sorted({as_int(k, "every entry of n_subspaces", 1) for k in n_subspaces})
     if not wanted:
         raise ValueError("n_subspaces must name at least one K to try, e.g. range(2, 17); got none")
+    patience = None if patience is None else as_int(patience, "patience", 1)
     check_images(pairs)
+    solver = DRSA(balance=1.0) if solver is None else solver
     hidden = None if progress is None else not progress
-    candidates = [
-        stability(
+    candidates: list[Stability] = []
+    for k in tqdm(wanted, desc="number of concepts", disable=hidden):
+        found = stability(
             pairs,
             k,
             solver=solver,
@@ -126,8 +138,10 @@ def choose_k(
             random_state=random_state,
             progress=progress,
         )
-        for k in tqdm(wanted, desc="number of concepts", disable=hidden)
-    ]
+        candidates.append(found)
+        last = candidates[-patience:] if patience else []
+        if len(last) == patience and not any(c.are_distinct for c in last):
+            break
     good = [c.n_subspaces for c in candidates if c.all_stable and c.are_distinct]
     return ChoiceOfK(max(good, default=None), tuple(candidates), _splits(candidates))
 

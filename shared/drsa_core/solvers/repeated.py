@@ -12,15 +12,19 @@ from torch import Tensor
 from ..pairs import Pairs, balanced, normalise
 from ..scaling import unit_scale
 from ..subspaces import Subspaces
-from .coarse import COARSE_TOL, Reduction, leading_samples, reduced_dims
+from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, leading_samples, reduced_dims
 from .drsa import DRSA, block_sizes
-from .objective import Objective
-from .resampling import Rows, bootstrap, rows_by_image, shuffled_contexts
+from .objective import Evaluation, Objective, below_blocks
+from .quasi_newton import quasi_newton
+from .resampling import Rows, bootstrap, rows_by_image
+from .search import random_orthogonal, revive
 
 #: Part of the weighted energy that the directions hold, and of Σ_n R_n² that the pairs hold.
 ENERGY, EVIDENCE = 0.95, 0.95
 #: Random starts of each fit, of which the best is kept.
-STARTS = 2
+STARTS = 3
+#: Of each start.
+MAX_ITER = 300
 
 
 @dataclass(frozen=True)
@@ -72,33 +76,51 @@ class Repeated:
         everywhere = subspaces.relevance(self._full.a, self._full.c).clamp_(min=0)
         return everywhere, everywhere[self._samples]
 
-    def shuffled(self, generator: np.random.Generator) -> Objective:
-        """The problem with the contexts of each image given to another one."""
-        source = shuffled_contexts(self.rows, generator).to(self.problem.c.device)
-        return Objective(self.problem.a, self.problem.c[source], self.problem.dims, self.problem.q)
-
-    def fit(self, problem: Objective, resampled: bool, generator: np.random.Generator) -> Run:
-        """One fit from new starts; on a bootstrap over images if `resampled`."""
-        inside, outside = torch.arange(problem.n_samples), torch.arange(0)
+    def fit(self, resampled: bool, generator: np.random.Generator) -> Run:
+        """One fit, the best of new random starts; on a bootstrap over images if `resampled`."""
+        problem = self.problem
+        times = torch.ones(problem.n_samples)
         if resampled:
-            inside, outside = bootstrap(self.rows, generator)
-        inside, outside = inside.to(problem.a.device), outside.to(problem.a.device)
-        solver = DRSA(
-            dims=problem.dims,
-            q=problem.q,
-            n_init=self.n_starts,
-            tol=COARSE_TOL,
-            random_state=int(generator.integers(2**31)),
-            solver="quasi-newton",
-        )
-        solver.fit(problem.a[inside], problem.c[inside])
-        basis = max(solver.results_, key=lambda result: result.objective).basis
+            times = bootstrap(self.rows, generator)
+        drawn = Small.of_rows(problem, times)
+        results = []
+        for _ in range(self.n_starts):
+            start = random_orthogonal(problem.n_features, generator).to(problem.a)
+            start = revive(drawn, start, generator)
+            results.append(quasi_newton(drawn, start, MAX_ITER, COARSE_TOL, lambda _: None, COARSE_WARM_UP))
+        best = max(results, key=lambda result: result.objective)
+        left_out = times == 0
         return Run(
-            basis,
-            problem.evaluate(basis).relevance,
-            objective_of(problem, inside, basis),
-            objective_of(problem, outside, basis) if len(outside) else float("nan"),
+            best.basis,
+            problem.evaluate(best.basis).relevance,
+            best.objective,
+            Small.of_rows(problem, left_out).evaluate(best.basis).value if left_out.any() else float("nan"),
         )
+
+
+class Small(Objective):
+    """The objective where D is small: one whole product costs less than many of pairs of blocks."""
+
+    @classmethod
+    def of_rows(cls, problem: Objective, times: Tensor) -> Small:
+        """The objective if each sample occurred so many times, (N,).
+
+        A sample counts by R², so that its vectors are scaled by the fourth root.
+        """
+        times = times.to(problem.a)
+        rows = times.nonzero().flatten()
+        scale = times[rows, None] ** 0.25
+        # All samples of the full problem count, those that were left out as zero.
+        n_total = round(problem.n_total * float(times.sum()) / problem.n_samples)
+        return cls(problem.a[rows] * scale, problem.c[rows] * scale, problem.dims, problem.q, n_total)
+
+    def tangent_gradient(self, at: Evaluation) -> Tensor:
+        """As of `Objective`."""
+        weights = at.weights @ self.membership.T
+        whole = torch.addmm(
+            at.activations.T @ (weights * at.contexts), at.contexts.T, weights * at.activations
+        )
+        return below_blocks(whole - whole.T, self.columns)
 
 
 def leading_part(full: Objective) -> Reduction:
@@ -122,12 +144,7 @@ def leading_part(full: Objective) -> Reduction:
     samples = leading_samples(weights, EVIDENCE, min(full.n_samples, n_directions))
     dims = reduced_dims(full.dims, n_directions)
     a, c = (x[samples] @ directions[:, :n_directions] for x in (full.a, full.c))
-    return Reduction(Objective(a, c, dims, full.q), directions, samples)
-
-
-def objective_of(problem: Objective, rows: Tensor, basis: Tensor) -> float:
-    """J of some of the pairs."""
-    return Objective(problem.a[rows], problem.c[rows], problem.dims, problem.q).evaluate(basis).value
+    return Reduction(Objective(a, c, dims, full.q, full.n_total), directions, samples)
 
 
 def mean_of_finite(values: Sequence[float]) -> float:

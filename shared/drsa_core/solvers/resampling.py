@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..pairs import Pairs
+
 Rows = dict[int, Tensor]
 
 
@@ -19,14 +21,14 @@ def rows_by_image(image: Tensor) -> Rows:
     return dict(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
 
 
-def bootstrap(rows: Rows, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Rows of as many images as there are, drawn with replacement, and rows of the images left out."""
-    numbers = list(rows)
-    drawn = generator.integers(len(numbers), size=len(numbers))
-    left = set(range(len(numbers))) - set(drawn.tolist())
-    inside = torch.cat([rows[numbers[i]] for i in drawn])
-    outside = [rows[numbers[i]] for i in sorted(left)]
-    return inside, torch.cat(outside) if outside else inside[:0]
+def bootstrap(rows: Rows, generator: np.random.Generator) -> Tensor:
+    """How many times each row occurs, (N,), if as many images as there are get drawn with replacement."""
+    drawn = generator.integers(len(rows), size=len(rows))
+    counts = np.bincount(drawn, minlength=len(rows))
+    times = torch.zeros(sum(len(own) for own in rows.values()))
+    for own, count in zip(rows.values(), counts.tolist(), strict=True):
+        times[own] = count
+    return times
 
 
 def shuffled_contexts(rows: Rows, generator: np.random.Generator) -> Tensor:
@@ -41,3 +43,9 @@ def shuffled_contexts(rows: Rows, generator: np.random.Generator) -> Tensor:
         own, theirs = rows[number], rows[giver]
         source[own] = theirs[torch.arange(len(own)) % len(theirs)]
     return source
+
+
+def with_shuffled_contexts(pairs: Pairs, generator: np.random.Generator) -> Pairs:
+    """Pairs in which the contexts of each image are those of another one."""
+    source = shuffled_contexts(rows_by_image(pairs.image), generator)
+    return Pairs(pairs.a, pairs.c[source.to(pairs.c.device)], pairs.image)

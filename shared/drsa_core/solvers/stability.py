@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +18,19 @@ from ..subspaces import Subspaces
 from .agreement import correlations, match
 from .drsa import DRSA
 from .estimator import learn_subspaces
-from .objective import Objective
 from .repeated import Repeated, Run, mean_of_finite
+from .resampling import with_shuffled_contexts
 
 #: How far above the null a concept must be, as a part of the way from the null to 1.
 MARGIN = 0.5
+#: More than this is never asked of an index.
+ENOUGH = 0.75
+#: How far the objective must exceed that of shuffled contexts, as a part of the latter.
+GAIN = 0.1
 #: Correlation of the relevance of two concepts above which they are parts of one.
 OVERLAP = 0.0
+#: Tolerance of the finish on all pairs: the start is good, and what is left to gain is no other concept.
+FINAL_TOL = 1e-4
 #: Fewer images are nothing to draw from.
 FEWEST_IMAGES = 5
 
@@ -44,11 +51,15 @@ class Stability:
         The same indices where the contexts are those of other images, ascending. They are far from 0:
         activations and contexts have a structure of their own.
     threshold : float
-        What an index must reach: from the mean of the null, `margin` of the way to 1.
+        What every index must reach: from the least stable concept of the null (of the best shuffle),
+        `margin` of the way to 1, but never more than 0.75. Where shuffled contexts are as stable as this,
+        `beats_chance` decides.
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
     objective, held_out_objective : float
         J on the images of a fit and on those left out by its bootstrap, means over runs.
+    null_objective : float
+        J of shuffled contexts on the images of a fit, mean over runs: of the best shuffle.
     relevance : tensor, shape (N, K)
         Positive R_k of the concepts at all pairs, scaled as the solver sees them: for comparisons of fits.
     seconds : float
@@ -62,6 +73,7 @@ class Stability:
     agreement: Tensor
     objective: float
     held_out_objective: float
+    null_objective: float
     relevance: Tensor
     seconds: float
 
@@ -72,8 +84,21 @@ class Stability:
 
     @property
     def is_stable(self) -> tuple[bool, ...]:
-        """For each concept whether its index reaches the threshold. One that does not deserves no name."""
-        return tuple((self.index >= self.threshold).tolist())
+        """For each concept whether its index reaches the threshold, in data that beat chance.
+
+        A concept that is not stable deserves no name.
+        """
+        return tuple(self.beats_chance and index >= self.threshold for index in self.index.tolist())
+
+    @property
+    def beats_chance(self) -> bool:
+        """Whether activations meet more relevance in their own contexts than in those of other images.
+
+        Shuffled data may have stable directions as well: activations and contexts each have theirs. But only
+        if an image's contexts belong to it is the objective higher than for shuffled ones.
+        """
+        reached = self.objective if math.isnan(self.held_out_objective) else self.held_out_objective
+        return reached >= (1 + GAIN) * self.null_objective
 
     @property
     def all_stable(self) -> bool:
@@ -106,9 +131,11 @@ class Stability:
         n_runs = len(self.agreement) + 1
         return "\n".join(
             [
-                f"stability of {self.n_subspaces} concepts over {n_runs} fits: 1 is perfect, shuffled "
-                f"contexts give {float(self.null.mean()):.2f}, stable from {self.threshold:.2f} on",
+                f"{self.n_subspaces} concepts over {n_runs} fits; 1 always comes back, stable from "
+                f"{self.threshold:.2f} on",
                 *rows,
+                f"objective on images left out {self.held_out_objective:.2f}, with shuffled contexts "
+                f"{self.null_objective:.2f}" + ("" if self.beats_chance else ": NO BETTER THAN CHANCE"),
             ]
         )
 
@@ -118,8 +145,8 @@ def stability(
     n_subspaces: int = 4,
     *,
     solver: DRSA | None = None,
-    n_bootstraps: int = 8,
-    n_starts: int = 2,
+    n_bootstraps: int = 5,
+    n_starts: int = 1,
     n_shuffles: int = 1,
     margin: float = MARGIN,
     random_state: Seed = 0,
@@ -134,9 +161,7 @@ def stability(
     n_subspaces : int
         Number K of concepts.
     solver : DRSA, optional
-        Its `q`, `balance` and `n_init` are used; its number of subspaces is not. Default
-        `DRSA(balance=1)`: how often a concept comes back should not depend on how strong it is, and without
-        balance a weak concept is merged with others while a strong one is split (Notes of `DRSA`).
+        Its `q`, `balance` and `n_init` are used; its number of subspaces is not. Default `DRSA()`.
     n_bootstraps, n_starts : int
         Fits on bootstraps over images, and fits on all images. Each has random starts of its own.
     n_shuffles : int
@@ -165,7 +190,7 @@ def stability(
     if n_bootstraps + n_starts < 2:
         raise ValueError("stability compares fits: n_bootstraps + n_starts must be at least 2")
     check_images(pairs)
-    solver = DRSA(balance=1.0) if solver is None else solver
+    solver = DRSA() if solver is None else solver
     repeated = Repeated(pairs, n_subspaces, solver)
     generator = np.random.default_rng(as_seed(random_state))
     resampled = [True] * n_bootstraps + [False] * n_starts
@@ -173,15 +198,17 @@ def stability(
     hidden = None if progress is None else not progress
     with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
 
-        def fits(problem: Objective) -> list[Run]:
+        def fits(repeated: Repeated) -> list[Run]:
             runs = []
             for is_resampled in resampled:
-                runs.append(repeated.fit(problem, is_resampled, generator))
+                runs.append(repeated.fit(is_resampled, generator))
                 bar.update()
             return runs
 
-        runs = fits(repeated.problem)
-        null = [fits(repeated.shuffled(generator)) for _ in range(n_shuffles)]
+        runs, null = fits(repeated), []
+        for _ in range(n_shuffles):
+            shuffled = with_shuffled_contexts(pairs, generator)
+            null.append(fits(Repeated(shuffled, n_subspaces, solver)))
     return _summary(pairs, solver, repeated, runs, null, margin, as_seed(random_state), begin)
 
 
@@ -212,16 +239,18 @@ def _summary(
 ) -> Stability:
     chosen = centrotype([run.relevance for run in runs])
     others = [run for i, run in enumerate(runs) if i != chosen]
-    # Levelled pairs and all directions: what the user's solver finds from there.
+    # On all pairs and in all directions: what the user's solver finds from there.
     parameters = solver.get_params() | {"n_subspaces": runs[0].relevance.shape[1], "dims": None}
+    if solver.tol is None:
+        parameters["tol"] = FINAL_TOL
     finished = _FromStart(DRSA(**parameters | {"random_state": seed}), repeated.lift(runs[chosen].basis))
     subspaces = learn_subspaces(finished, pairs)
     relevance, of_runs = repeated.relevance(subspaces)
     agreement = torch.stack([match(of_runs, run.relevance)[1] for run in others])
     index = agreement.mean(0)
     of_null = torch.stack([_index(shuffled).sort().values for shuffled in null])
-    reached = float(of_null.mean())
-    threshold = reached + margin * (1 - reached)
+    reached = float(of_null[:, 0].max())
+    threshold = min(reached + margin * (1 - reached), ENOUGH)
     metadata = {"index": index.tolist(), "threshold": threshold, "n_runs": len(runs)}
     return Stability(
         subspaces=subspaces.with_metadata(stability=metadata, history=finished.history),
@@ -231,6 +260,7 @@ def _summary(
         agreement=agreement,
         objective=mean_of_finite([run.objective for run in runs]),
         held_out_objective=mean_of_finite([run.held_out for run in runs]),
+        null_objective=max(mean_of_finite([run.objective for run in shuffled]) for shuffled in null),
         relevance=relevance,
         seconds=time.perf_counter() - begin,
     )

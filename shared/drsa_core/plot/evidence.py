@@ -1,0 +1,120 @@
+"""What supports a set of concepts: why this K was chosen, and whether taking a concept out matters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..evaluation.ablation import ConceptAblation
+from ..solvers.choice import ChoiceOfK
+from ..solvers.stability import OVERLAP
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_GOOD, _BAD, _GREY = "#1b7f4b", "#c8102e", "#8a8a8a"
+
+
+def choice_of_k(choice: ChoiceOfK) -> Figure:
+    """Why this number of concepts: stability, distinctness and the objective against K.
+
+    Parameters
+    ----------
+    choice : ChoiceOfK
+        From `drsa_core.choose_k`.
+
+    Notes
+    -----
+    Above: the stability of each concept, a dot each, filled where it is stable, with the threshold (line) and
+    shuffled contexts (crosses). Middle: the largest correlation of two concepts; above the line, two of them
+    are parts of one. Below: the objective on the images of a fit and on images left out. The chosen K is
+    shaded.
+    """
+    from matplotlib.figure import Figure
+
+    candidates = choice.candidates
+    ks = [c.n_subspaces for c in candidates]
+    figure = Figure(figsize=(max(5.5, 1.5 + 0.5 * len(ks)), 7.2), layout="constrained")
+    stable, distinct, objective = figure.subplots(
+        3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.2, 1.2]}
+    )
+    for axis in (stable, distinct, objective):
+        if choice.n_subspaces is not None:
+            axis.axvspan(choice.n_subspaces - 0.4, choice.n_subspaces + 0.4, color=_GOOD, alpha=0.12)
+        axis.spines[["top", "right"]].set_visible(False)
+
+    for c in candidates:
+        for value, is_stable in zip(c.index.tolist(), c.is_stable, strict=True):
+            face = _GOOD if is_stable else "white"
+            stable.plot(c.n_subspaces, value, "o", color=_GOOD if is_stable else _BAD, markerfacecolor=face)
+    nulls = [(c.n_subspaces + 0.25, value) for c in candidates for value in c.null[:, 0].tolist()]
+    stable.plot(*zip(*nulls, strict=True), "x", color=_GREY, label="shuffled contexts, least stable")
+    for c in candidates:
+        ends = (c.n_subspaces - 0.3, c.n_subspaces + 0.3)
+        label = "needed" if c is candidates[0] else None
+        stable.plot(ends, (c.threshold, c.threshold), color="black", linewidth=1, label=label)
+    stable.plot([], [], "o", color=_GOOD, label="concept, stable")
+    stable.plot([], [], "o", color=_BAD, markerfacecolor="white", label="concept, not stable")
+    stable.set_ylabel("stability")
+    stable.set_ylim(top=1.02)
+    stable.legend(fontsize=8, loc="lower left")
+    chosen = choice.n_subspaces
+    title = "no K has stable, distinct concepts" if chosen is None else f"{chosen} concepts"
+    stable.set_title(title)
+
+    overlaps = [c.overlap for c in candidates]
+    distinct.axhline(OVERLAP, color="black", linewidth=1)
+    colours = [_GOOD if c.are_distinct else _BAD for c in candidates]
+    distinct.bar(ks, overlaps, 0.5, color=colours)
+    distinct.set_ylabel("largest correlation\nof two concepts")
+    if any(not c.are_distinct for c in candidates):
+        distinct.text(
+            1,
+            0.98,
+            "above 0: parts of one concept",
+            transform=distinct.transAxes,
+            ha="right",
+            va="top",
+            fontsize=8,
+        )
+
+    objective.plot(ks, [c.objective for c in candidates], "o-", color=_GREY, label="images of the fit")
+    objective.plot(
+        ks, [c.held_out_objective for c in candidates], "s--", color="black", label="images left out"
+    )
+    objective.set_ylabel("objective J")
+    objective.set_xlabel("number of concepts K")
+    objective.set_xticks(ks)
+    objective.legend(fontsize=8)
+    return figure
+
+
+def ablation_scatter(results: Mapping[str, ConceptAblation]) -> Figure:
+    """Drop of the score against R_k: a panel for each method, a dot for each image and concept.
+
+    Parameters
+    ----------
+    results : mapping of str to ConceptAblation
+        Method → result of `drsa_core.evaluation.concept_ablation` on the same images.
+    """
+    from matplotlib.figure import Figure
+
+    if not results:
+        raise ValueError("results must hold at least one method, got none")
+    figure = Figure(figsize=(3.2 * len(results), 3.3), layout="constrained")
+    axes = figure.subplots(1, len(results), squeeze=False)[0]
+    for axis, (name, result) in zip(axes, results.items(), strict=True):
+        for k, concept in enumerate(result.names):
+            axis.plot(result.relevance[:, k].cpu(), result.drop[:, k].cpu(), ".", label=concept, alpha=0.7)
+        both = torch.cat([result.relevance.flatten(), result.drop.flatten()])
+        ends = (float(both.min()), float(both.max()))
+        axis.plot(ends, ends, color="black", linewidth=0.8, linestyle="--")
+        axis.set_title(f"{name}: r = {result.correlation:.2f}")
+        axis.set_xlabel("relevance R_k")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("drop of the score without the concept")
+    if max(len(result.names) for result in results.values()) <= 8:
+        axes[0].legend(fontsize=7)
+    return figure

@@ -1,0 +1,181 @@
+"""Stability of concepts and the choice of K: literal parts, planted blocks, shuffled contexts."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from drsa_core import DRSA, ChoiceOfK, Pairs, choose_k, stability
+from drsa_core.plot import choice_of_k
+from drsa_core.solvers.agreement import correlations, match
+from drsa_core.solvers.objective import Objective
+from drsa_core.solvers.repeated import Small
+from drsa_core.solvers.resampling import bootstrap, rows_by_image, shuffled_contexts, with_shuffled_contexts
+from drsa_core.solvers.stability import OVERLAP, centrotype
+
+
+def planted(n_concepts: int = 3, n_images: int = 30, seed: int = 0) -> Pairs:
+    """Each pair shows one of the concepts, a direction of its own, with noise; four pairs to an image."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.linalg.qr(torch.randn(12, 12, generator=generator)).Q[:, :n_concepts]
+    image = torch.arange(n_images).repeat_interleave(4)
+    shown = torch.randint(n_concepts, (len(image),), generator=generator)
+    strength = 1 + torch.rand(len(image), 1, generator=generator)
+    a = strength * directions.T[shown] + 0.1 * torch.randn(len(image), 12, generator=generator)
+    c = directions.T[shown] + 0.1 * torch.randn(len(image), 12, generator=generator)
+    return Pairs(a, c, image)
+
+
+@pytest.fixture(scope="module")
+def choice() -> ChoiceOfK:
+    return choose_k(planted(), range(2, 6), n_bootstraps=3, random_state=0, progress=False)
+
+
+def test_correlations_and_matching_are_the_literal_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(50, 4, generator=generator), torch.randn(50, 4, generator=generator)
+    second[:, 3] = -1  # no positive relevance anywhere
+    found = correlations(first, second)
+    expected = np.corrcoef(first.clamp(min=0).numpy().T, second[:, :3].clamp(min=0).numpy().T)[:4, 4:]
+    np.testing.assert_allclose(found[:, :3], expected, atol=1e-6)
+    assert not found[:, 3].any()
+    best = max(permutations(range(4)), key=lambda order: sum(found[k, j] for k, j in enumerate(order)))
+    partners, values = match(first, second)
+    assert partners == best
+    torch.testing.assert_close(values, torch.stack([found[k, j] for k, j in enumerate(best)]))
+
+
+def test_images_are_drawn_not_pairs() -> None:
+    image = torch.tensor([4, 7, 4, 9, 7, 7])
+    rows = rows_by_image(image)
+    assert {number: own.tolist() for number, own in rows.items()} == {4: [0, 2], 7: [1, 4, 5], 9: [3]}
+    for seed in range(20):
+        times = bootstrap(rows, np.random.default_rng(seed))
+        per_image = [times[own].unique() for own in rows.values()]
+        assert all(len(counts) == 1 for counts in per_image)
+        assert sum(int(counts) for counts in per_image) == 3
+
+
+def test_shuffled_contexts_come_from_one_other_image() -> None:
+    image = torch.tensor([0, 0, 1, 1, 1, 5, 5, 8])
+    rows = rows_by_image(image)
+    for seed in range(20):
+        source = shuffled_contexts(rows, np.random.default_rng(seed))
+        for number, own in rows.items():
+            givers = image[source[own]].unique()
+            assert len(givers) == 1
+            assert int(givers) != number
+
+
+def test_a_bootstrap_is_the_objective_of_repeated_rows() -> None:
+    pairs, times = planted(), torch.randint(0, 4, (120,), generator=torch.Generator().manual_seed(0))
+    full = Objective(pairs.a, pairs.c, (4, 4, 4), 0.5)
+    rows = torch.arange(120).repeat_interleave(times)
+    literal = Objective(pairs.a[rows], pairs.c[rows], (4, 4, 4), 0.5)
+    small, basis = Small.of_rows(full, times), torch.linalg.qr(torch.randn(12, 12)).Q
+    assert small.evaluate(basis).value == pytest.approx(literal.evaluate(basis).value, rel=1e-5)
+    torch.testing.assert_close(
+        small.tangent_gradient(small.evaluate(basis)),
+        literal.tangent_gradient(literal.evaluate(basis)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_the_centrotype_agrees_best() -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.rand(40, 2, generator=generator)
+    noise = [0.3 * torch.rand(40, 2, generator=generator) for _ in range(3)]
+    # Its concepts in another order are still the same, and three noisy copies agree best with their original.
+    assert centrotype([base + noise[0], (base + noise[1]).flip(1), base.flip(1), base + noise[2]]) == 2
+
+
+def test_planted_concepts_are_stable(choice: ChoiceOfK) -> None:
+    pairs = planted()
+    result = stability(pairs, 3, n_bootstraps=3, random_state=0, progress=False)
+    assert result.all_stable
+    assert result.is_stable == (True,) * 3
+    assert float(result.index.min()) > 0.95
+    assert result.agreement.shape == (3, 3)
+    torch.testing.assert_close(result.index, result.agreement.mean(0))
+    assert result.subspaces.metadata["stability"]["index"] == result.index.tolist()
+    expected = float(result.null[:, 0].max())
+    assert result.threshold == pytest.approx(min(expected + 0.5 * (1 - expected), 0.75))
+    assert "3 concepts over 4 fits" in str(result)
+    # What is returned is as good as what the solver finds by itself.
+    alone = DRSA(3, random_state=0).fit(pairs)
+    finished = result.subspaces.metadata["solver"]["objective"]
+    assert finished == pytest.approx(alone.objective_, rel=1e-3)
+
+
+def test_the_same_seed_gives_the_same_result() -> None:
+    first, second = (
+        stability(planted(), 2, n_bootstraps=2, random_state=3, progress=False) for _ in range(2)
+    )
+    assert first.index.equal(second.index)
+    assert first.null.equal(second.null)
+    assert first.subspaces.basis.equal(second.subspaces.basis)
+
+
+def test_overlap_is_the_largest_correlation_of_two_concepts(choice: ChoiceOfK) -> None:
+    for candidate in choice.candidates:
+        matrix = np.corrcoef(candidate.relevance.numpy().T)
+        largest = max(matrix[i, j] for i in range(len(matrix)) for j in range(i))
+        assert candidate.overlap == pytest.approx(largest, abs=1e-6)
+        assert candidate.are_distinct == (largest <= OVERLAP)
+
+
+def test_the_planted_number_is_chosen(choice: ChoiceOfK) -> None:
+    assert choice.n_subspaces == 3
+    assert choice.stability is not None
+    assert choice.subspaces is choice.stability.subspaces
+    assert str(choice).startswith("3 concepts")
+    # With two blocks, two of the three concepts share one; the third is the child that it had.
+    split = choice.splits[0]
+    assert len(split.parent) == 3
+    assert len(split.divided) == 1
+    torch.testing.assert_close(
+        split.correlation, correlations(choice.candidates[1].relevance, choice.candidates[0].relevance)
+    )
+
+
+def test_there_is_none_in_shuffled_data() -> None:
+    pairs = with_shuffled_contexts(planted(), np.random.default_rng(1))
+    found = choose_k(pairs, [2, 3, 4], n_bootstraps=3, progress=False)
+    assert found.n_subspaces is None
+    assert found.subspaces is None
+    assert "there is no K" in str(found)
+
+
+def test_patience_ends_the_search() -> None:
+    few = choose_k(planted(2), range(2, 12), n_bootstraps=2, patience=1, progress=False)
+    assert [c.are_distinct for c in few.candidates[-1:]] == [False] or few.candidates[-1].n_subspaces == 11
+    assert all(c.are_distinct for c in few.candidates[:-1])
+
+
+def test_figure_shows_the_choice(choice: ChoiceOfK) -> None:
+    figure = choice_of_k(choice)
+    stable, distinct, _ = figure.axes
+    assert stable.get_title() == "3 concepts"
+    heights = [bar.get_height() for bar in distinct.patches if bar.get_width() == 0.5]
+    assert heights == pytest.approx([c.overlap for c in choice.candidates])
+
+
+def test_bad_input_is_named() -> None:
+    pairs = planted()
+    with pytest.raises(ValueError, match=r"at least 5, got 1; give Pairs\(a, c, image\)"):
+        stability(Pairs(pairs.a, pairs.c), 2)
+    with pytest.raises(TypeError, match="needs Pairs"):
+        choose_k((pairs.a, pairs.c))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be at least 2"):
+        stability(pairs, 2, n_bootstraps=1, n_starts=0)
+    with pytest.raises(ValueError, match="at least one K"):
+        choose_k(pairs, [])
+    with pytest.raises(ValueError, match="n_subspaces must be at most D = 12, got 13"):
+        stability(pairs, 13)
+    with pytest.raises(ValueError, match="no pair has positive relevance"):
+        stability(Pairs(pairs.a.abs(), -pairs.c.abs(), pairs.image), 2)
+    with pytest.raises(ValueError, match="margin"):
+        stability(pairs, 2, margin=1.5)

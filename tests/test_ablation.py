@@ -1,0 +1,159 @@
+"""Concept ablation, with both wrappers: literal, exact where the network is linear above, model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captum.attr import InputXGradient, IntegratedGradients
+from drsa_core import RandomSubspaces, Subspaces
+from drsa_core.evaluation import ConceptAblation, concept_ablation
+from drsa_core.plot import ablation_scatter
+from torch import Tensor, nn
+from zennit.attribution import Gradient
+from zennit.composites import EpsilonPlus
+
+from captum_drsa import DisentangledAttribution
+from zennit_drsa import DisentangledAttributor
+
+from .model_state import model_state
+
+
+class Above(nn.Module):
+    """Convolution and ReLU, then a layer that sees the activation and, around it, the input."""
+
+    def __init__(self, nonlinear: bool) -> None:
+        super().__init__()
+        self.below = nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.ReLU())
+        self.mix = nn.Conv2d(6, 5, 3, padding=1, bias=False)
+        self.bend = nn.ReLU() if nonlinear else nn.Identity()
+        self.flat = nn.Flatten()
+        self.head = nn.Linear(5 * 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.flat(self.bend(self.mix(self.below(x)))))
+        return y
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 2, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def model(nonlinear: bool) -> Above:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Above(nonlinear).eval()
+
+
+def blocks() -> Subspaces:
+    return RandomSubspaces(dims=[2, 3, 1], random_state=0).fit(torch.randn(2, 6)).subspaces_
+
+
+def wrappers(network: nn.Module) -> list[DisentangledAttribution | DisentangledAttributor]:
+    return [
+        DisentangledAttribution(InputXGradient(network), "below", blocks()),
+        DisentangledAttribution(IntegratedGradients(network), "below", blocks()),
+        DisentangledAttributor(Gradient(network), "below", blocks()),
+    ]
+
+
+def test_drop_is_relevance_where_the_network_is_linear_above(x: Tensor) -> None:
+    """y = wᵀa + b above the layer: c = w, and taking block k out lowers y by (U_kᵀa)ᵀ(U_kᵀw) = R_k."""
+    for wrapper in wrappers(model(nonlinear=False)):
+        result = concept_ablation(wrapper, x, 1, batch_size=2)
+        torch.testing.assert_close(result.drop, result.relevance, rtol=1e-4, atol=1e-5)
+        assert result.correlation == pytest.approx(1, abs=1e-6)
+        assert result.correlation_within_images == pytest.approx(1, abs=1e-6)
+        assert result.names == ("S1", "S2", "S3")
+
+
+def test_drop_is_the_literal_one(x: Tensor) -> None:
+    """Image by image, position by position: a − U_kU_kᵀa, or a − U_kU_kᵀ(a − ā), and the layers above."""
+    network, subspaces = model(nonlinear=True), blocks()
+    target = [0, 2, 1, 1, 0]
+    mean = torch.rand(6)
+    for reference in (None, mean):
+        expected = torch.zeros(5, 3)
+        for i, label in enumerate(target):
+            a = network.below(x[i : i + 1])[0]
+            for k, basis in enumerate(subspaces.blocks):
+                without = a.clone()
+                for row in range(4):
+                    for column in range(4):
+                        vector = a[:, row, column] - (0 if reference is None else reference)
+                        without[:, row, column] -= basis @ basis.T @ vector
+                after = [
+                    network.head(network.flat(network.bend(network.mix(v[None]))))[0] for v in (a, without)
+                ]
+                expected[i, k] = (after[0] - after[1])[label].detach()
+        for wrapper in wrappers(network):
+            result = concept_ablation(wrapper, x, target, reference=reference, batch_size=3)
+            torch.testing.assert_close(result.drop, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(result.relevance, wrapper.concept_relevance(x, target))
+            torch.testing.assert_close(result.score, network(x)[range(5), target].detach())
+
+
+def test_paths_around_the_layer_stay(x: Tensor) -> None:
+    """A residual sum: what goes around the layer is in both scores and falls out of the drop."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Conv2d(2, 2, 1)
+            self.head = nn.Linear(2 * 16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head((x + self.branch(x)).flatten(1))
+            return y
+
+    network = Residual().eval()
+    whole = Subspaces(torch.eye(2), [2])
+    wrapper = DisentangledAttribution(InputXGradient(network), "branch", whole)
+    with pytest.warns(match="around"):
+        result = concept_ablation(wrapper, x, 0)
+    torch.testing.assert_close(result.drop[:, 0], (network(x) - network.head(x.flatten(1)))[:, 0].detach())
+
+
+def test_model_and_inputs_come_back(x: Tensor) -> None:
+    network, before_x = model(nonlinear=True), x.clone()
+    before = model_state(network)
+    for wrapper in (
+        DisentangledAttributor(Gradient(network, EpsilonPlus()), "below", blocks()),
+        DisentangledAttribution(IntegratedGradients(network), "below", blocks()),
+    ):
+        concept_ablation(wrapper, x, 0)
+        with pytest.raises(ValueError, match="does not fit"):
+            concept_ablation(wrapper, x, 7)
+    assert model_state(network) == before
+    assert x.equal(before_x)
+
+
+def test_correlations_by_hand() -> None:
+    relevance = torch.tensor([[1.0, 2.0], [11.0, 12.0]])
+    drop = torch.tensor([[2.0, 1.0], [12.0, 11.0]])
+    result = ConceptAblation(relevance, drop, torch.zeros(2), ("a", "b"))
+    # Across images they rise together (Σxy = 98, Σx² = 101 with means off), inside each they are opposed.
+    assert result.correlation == pytest.approx((101 - 1 - 1) / 101, abs=1e-9)
+    assert result.correlation_within_images == pytest.approx(-1)
+    constant = ConceptAblation(relevance, torch.ones(2, 2), torch.zeros(2), ("a", "b"))
+    assert constant.correlation != constant.correlation  # NaN: nothing to correlate with
+
+
+def test_bad_input_is_named(x: Tensor) -> None:
+    wrapper = DisentangledAttribution(InputXGradient(model(True)), "below", blocks())
+    with pytest.raises(ValueError, match=r"shape \(6,\), got \(5,\)"):
+        concept_ablation(wrapper, x, 0, reference=torch.zeros(5))
+    with pytest.raises(ValueError, match="D = 4 features"):
+        concept_ablation(wrapper, x, 0, Subspaces(torch.eye(4), [4]))
+    with pytest.raises(ValueError, match="3 entries"):
+        concept_ablation(wrapper, x, [0, 1, 2])
+
+
+def test_figure_has_a_panel_for_each_method(x: Tensor) -> None:
+    wrapper = DisentangledAttribution(InputXGradient(model(True)), "below", blocks())
+    result = concept_ablation(wrapper, x, 0)
+    figure = ablation_scatter({"DRSA": result, "random": result})
+    assert [axis.get_title().split(":")[0] for axis in figure.axes] == ["DRSA", "random"]
+    assert f"{result.correlation:.2f}" in figure.axes[0].get_title()
+    with pytest.raises(ValueError, match="at least one"):
+        ablation_scatter({})
