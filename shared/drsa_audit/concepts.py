@@ -32,7 +32,7 @@ class Learned:
     history : list of float
         Objective along the fit.
     stability : dict or None
-        `index`, `is_stable`, `threshold`, `null_mean`; None if it was not tested.
+        `index`, `is_stable`, `beats_chance`, `threshold`, `null_mean`; None if it was not tested.
     choice : dict or None
         Why there are so many: `best`, and for each K `n_subspaces`, `index` of its least stable concept and
         `threshold`; None if the user said how many.
@@ -120,7 +120,8 @@ def take_out(session: Session, inputs: Tensor, subspaces: Subspaces, pairs: Pair
 def _learned(found: Stability, choice: dict[str, Any] | None) -> Learned:
     about = {
         "index": found.index.tolist(),
-        "is_stable": list(found.is_stable),
+        "is_stable": [bool(stable) for stable in found.is_stable],
+        "beats_chance": bool(found.beats_chance),
         "threshold": found.threshold,
         "null_mean": float(found.null.mean()),
     }

@@ -62,7 +62,13 @@ def test_forty_photographs_with_four_concepts_stay_below_15_megabytes(parts) -> 
         predicted=torch.zeros(n, dtype=torch.long),
         certificate=parts[1].certificate,
     )
-    about = {"index": [0.9] * k, "is_stable": [True] * k, "threshold": 0.8, "null_mean": 0.6}
+    about = {
+        "index": [0.9] * k,
+        "is_stable": [True] * k,
+        "threshold": 0.8,
+        "null_mean": 0.6,
+        "beats_chance": True,
+    }
     record = replace(record, train_relevance=[], other_classes={}, stability=about, ablation=None)
     text = render(record, explained, Subspaces(torch.eye(8), [2] * k))
     assert len(text.encode()) < 15e6
@@ -91,7 +97,12 @@ def test_a_crop_lies_around_the_peak_inside_of_the_picture(place: tuple[int, int
 
 def test_the_verdict_says_what_is_wrong(parts) -> None:
     record, explained, _ = parts
-    stability = {"index": [0.9, 0.3], "is_stable": [True, False], "threshold": 0.8, "null_mean": 0.6}
+    stability = {
+        **(record.stability or {}),
+        "index": [0.9, 0.3],
+        "is_stable": [True, False],
+        "beats_chance": True,
+    }
     lost = {**explained.certificate, "around_the_layer": 0.3, "share_of_score": 0.4}
     changed = replace(explained, certificate=lost, rank=torch.full((6,), 2))
     verdict = make_verdict(replace(record, stability=stability, notes=["a note"]), changed)
@@ -106,6 +117,8 @@ def test_the_verdict_says_what_is_wrong(parts) -> None:
     ):
         assert expected in texts
     assert "1 of 2 concepts come back" in verdict.facts[0]
+    chance = replace(record, stability={**stability, "is_stable": [False, False], "beats_chance": False})
+    assert "Stable: no." in make_verdict(chance, explained).facts[0]
 
 
 def test_charts_say_what_they_show() -> None:

@@ -96,6 +96,8 @@ def _stability_facts(record: AuditRecord) -> list[str]:
     found = record.stability
     if found is None:
         return ["It was not tested whether the concepts come back in other fits."]
+    if not found["beats_chance"]:
+        return ["Stable: no. Fits to evidence that is shuffled over the images come out as good as these."]
     n_stable, n_all = sum(found["is_stable"]), len(found["is_stable"])
     lowest, highest = min(found["index"]), max(found["index"])
     how = f"stability {lowest:.2f} to {highest:.2f}, {found['threshold']:.2f} is needed"
