@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from drsa_audit import Network, load_network, photo_files
-from drsa_audit.photographs import package_photos, random_crops
+from drsa_audit.package_photos import package_photos, random_crops
 from drsa_core import DRSA, Explanation
 from drsa_core.plot import concept_maps
 from PIL import Image

@@ -1,23 +1,56 @@
-"""Whole experiments on networks and folders of photographs, above both adapters.
+"""Whole experiments on networks and folders of photographs, above both adapters, and the command `drsa`.
 
 In the order of the data flow: `networks` (a network by name, with preprocessing and rules; `weights` says
-where models come from), `images` (folders of photographs; `photographs` that come with packages), `backends`
-(LRP, Gradient × Input, Integrated Gradients, Shapley values behind one interface), `jobs` (what is fitted,
-and what is read from it), `experiment` (collects, fits, explains and evaluates; an interrupted run goes on),
-`results`, `tables`, `figures`, and `benchmark`, which runs the paper's plan.
+where models come from, `published` how photographs become inputs), `images` (folders of photographs;
+`photographs` that come with packages), `backends` (LRP, Gradient × Input, Integrated Gradients, Shapley
+values behind one interface).
+
+For the paper's tables: `jobs` (what is fitted, and what is read from it), `experiment` (collects, fits,
+explains and evaluates; an interrupted run goes on), `results`, `tables`, `figures`, and `benchmark`.
+
+For an audit: `opening` and `folders` (model, class and files from what a user names), `layers` and `choice`
+(where and how to explain), `session`, `concepts` and `steps` (what is done), `work` (what is kept),
+`findings`, `record` and `report` (what it says), `auditing` and `fitting` (all of it in one call), `command`.
+
+Names are loaded when they are used: the command can then say what is not installed, and starts fast.
 """
 
-from .backends import Backend, make_backend, relevance_at
-from .benchmark import BenchmarkSettings, run_benchmark
-from .experiment import Evaluation, Experiment, OutOfTime
-from .figures import draw_figures
-from .images import ClassImages, class_folders, find_classes, load_images, photo_files
-from .networks import Network, load_network, with_upper_gamma
-from .results import Results
-from .tables import write_tables
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .auditing import Audit, AuditSettings, audit
+    from .backends import Backend, make_backend, relevance_at
+    from .benchmark import BenchmarkSettings, run_benchmark
+    from .errors import BadInput
+    from .experiment import Evaluation, Experiment, OutOfTime
+    from .figures import draw_figures
+    from .images import ClassImages, class_folders, find_classes, load_images, photo_files
+    from .networks import Network, load_network, with_upper_gamma
+    from .results import Results
+    from .tables import write_tables
+
+_PLACES = {
+    "auditing": ("Audit", "AuditSettings", "audit"),
+    "backends": ("Backend", "make_backend", "relevance_at"),
+    "benchmark": ("BenchmarkSettings", "run_benchmark"),
+    "errors": ("BadInput",),
+    "experiment": ("Evaluation", "Experiment", "OutOfTime"),
+    "figures": ("draw_figures",),
+    "images": ("ClassImages", "class_folders", "find_classes", "load_images", "photo_files"),
+    "networks": ("Network", "load_network", "with_upper_gamma"),
+    "results": ("Results",),
+    "tables": ("write_tables",),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [
+    "Audit",
+    "AuditSettings",
     "Backend",
+    "BadInput",
     "BenchmarkSettings",
     "ClassImages",
     "Evaluation",
@@ -25,6 +58,7 @@ __all__ = [
     "Network",
     "OutOfTime",
     "Results",
+    "audit",
     "class_folders",
     "draw_figures",
     "find_classes",
@@ -37,3 +71,13 @@ __all__ = [
     "with_upper_gamma",
     "write_tables",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

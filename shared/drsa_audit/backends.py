@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from captum.attr import Attribution, InputXGradient, IntegratedGradients, ShapleyValueSampling
-from drsa_core import Pairs, PairStore, Subspaces
+from drsa_core import Explanation, Pairs, PairStore, Subspaces
+from drsa_core.explainer import Explainer
 from drsa_core.target import Target
 from torch import Tensor
 from zennit.attribution import Gradient
@@ -18,6 +19,8 @@ from zennit_drsa import DisentangledAttributor
 from zennit_drsa.explained import start_of_target
 
 from .networks import Network
+
+_T = TypeVar("_T")
 
 PATCH = 16  # Shapley values are those of patches (Note D)
 # Permutations and steps on the input of Note D, where a method has them.
@@ -35,11 +38,27 @@ class Backend(Protocol):
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """Maps (N, K, 3, H, W)."""
 
+    def explanation(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Explanation:
+        """The maps with the whole map, R_k, the score, and what adds up to what."""
+
+    def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
+        """R_k at the layer, (N, K); much cheaper than maps."""
+
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """Standard maps in one step, (N, 3, H, W)."""
 
+    def explainer(self, subspaces: Subspaces | None) -> Explainer:
+        """The wrapper of the adapter behind it."""
 
-def make_backend(name: str, network: Network, layer: str, samples: int | None = None) -> Backend:
+
+def make_backend(
+    name: str,
+    network: Network,
+    layer: str,
+    samples: int | None = None,
+    channel_dim: int = 1,
+    strict: bool = False,
+) -> Backend:
     """A backend by name: "lrp", "gxi", "ig" or "shapley".
 
     Parameters
@@ -51,14 +70,19 @@ def make_backend(name: str, network: Network, layer: str, samples: int | None = 
     samples : int, optional
         Permutations of "shapley", by default the paper's 25, or steps on the input of "ig", by default 10.
         The others have none.
+    channel_dim : int
+        Axis of the features in the layer's output: 1 for (N, D, H, W), −1 for tokens (N, T, D).
+    strict : bool
+        Whether subspaces that were learned for something else are an error instead of a warning.
     """
     if name not in SAMPLES:
         raise ValueError(f"backend must be one of {', '.join(SAMPLES)}, got {name!r}")
     if samples is not None and samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     if name == "lrp":
-        return LRP(network, layer)
-    return Captum(network, layer, name, (samples or SAMPLES[name]) if SAMPLES[name] else None)
+        return LRP(network, layer, channel_dim, strict)
+    number = (samples or SAMPLES[name]) if SAMPLES[name] else None
+    return Captum(network, layer, name, number, channel_dim, strict)
 
 
 def relevance_at(target: Target) -> Callable[[Tensor], Tensor]:
@@ -78,18 +102,28 @@ class LRP:
 
     network: Network
     layer: str
+    channel_dim: int = 1
+    strict: bool = False
 
     def collect(
         self, batches: list[Tensor], target: int, positions: int, seed: int, store: PairStore
     ) -> Pairs:
         """As in `Backend`."""
-        return self._wrapped(None).collect(batches, target, positions, seed, store=store)
+        return self.explainer(None).collect(batches, target, positions, seed, store=store)
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
-        with self._wrapped(subspaces) as wrapped:
+        with self.explainer(subspaces) as wrapped:
             maps: Tensor = wrapped(inputs, relevance_at(target))[1]
         return maps.detach()
+
+    def explanation(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Explanation:
+        """As in `Backend`."""
+        return self.explainer(subspaces).explain(inputs, target)
+
+    def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
+        """As in `Backend`."""
+        return self.explainer(subspaces).concept_relevance(inputs, target).detach()
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """As in `Backend`."""
@@ -97,9 +131,12 @@ class LRP:
             maps: Tensor = gradient(inputs, relevance_at(target))[1]
         return maps.detach()
 
-    def _wrapped(self, subspaces: Subspaces | None) -> DisentangledAttributor:
+    def explainer(self, subspaces: Subspaces | None) -> DisentangledAttributor:
+        """As in `Backend`."""
         gradient = Gradient(self.network.model, self.network.composite(self.layer))
-        return DisentangledAttributor(gradient, self.layer, subspaces)
+        return DisentangledAttributor(
+            gradient, self.layer, subspaces, channel_dim=self.channel_dim, strict=self.strict
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +147,8 @@ class Captum:
     layer: str
     kind: str
     samples: int | None
+    channel_dim: int = 1
+    strict: bool = False
 
     def collect(
         self, batches: list[Tensor], target: int, positions: int, seed: int, store: PairStore
@@ -117,11 +156,24 @@ class Captum:
         """As in `Backend`."""
         with torch.random.fork_rng(devices=[]):  # Captum's samplers draw from the global generator
             torch.manual_seed(seed)
-            return self._wrapped(None).collect(batches, target, positions, seed, store=store)
+            return self.explainer(None).collect(batches, target, positions, seed, store=store)
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
-        return self._attribute(self._wrapped(subspaces), inputs, target)
+        return self._attribute(self.explainer(subspaces), inputs, target)
+
+    def explanation(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Explanation:
+        """As in `Backend`."""
+        wrapped, options = self.explainer(subspaces), self._options(inputs)
+        found = self._repeatable(lambda: wrapped.explain(self._leaf(inputs), target, **options))
+        shares = self._shares(inputs)
+        whole = None if found.whole is None else found.whole / shares
+        return replace(found, maps=found.maps / shares, whole=whole)
+
+    def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
+        """As in `Backend`."""
+        wrapped = self.explainer(subspaces)
+        return self._repeatable(lambda: wrapped.concept_relevance(self._leaf(inputs), target).detach())
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """As in `Backend`."""
@@ -131,25 +183,48 @@ class Captum:
         methods = {"gxi": InputXGradient, "ig": IntegratedGradients, "shapley": ShapleyValueSampling}
         return methods[self.kind](self.network.model)
 
-    def _wrapped(self, subspaces: Subspaces | None) -> DisentangledAttribution:
+    def explainer(self, subspaces: Subspaces | None) -> DisentangledAttribution:
+        """As in `Backend`."""
         context = None
         if self.kind == "shapley" and self.samples is not None:
             context = ShapleyContext(n_samples=self.samples)
-        return DisentangledAttribution(self._method(), self.layer, subspaces, context_method=context)
+        return DisentangledAttribution(
+            self._method(),
+            self.layer,
+            subspaces,
+            context_method=context,
+            channel_dim=self.channel_dim,
+            strict=self.strict,
+        )
 
     def _attribute(self, method: Attribution, inputs: Tensor, target: int) -> Tensor:
-        """The method's maps, of whatever it wraps; every call meets the same permutations."""
-        options: dict[str, Any] = {}
-        mask = patch_mask(inputs, PATCH)
+        """The method's maps, of whatever it wraps."""
+        options = self._options(inputs)
+        maps: Tensor = self._repeatable(
+            lambda: method.attribute(self._leaf(inputs), target=target, **options).detach()
+        )
+        return maps / self._shares(inputs)
+
+    def _leaf(self, inputs: Tensor) -> Tensor:
+        return inputs.clone().requires_grad_(self.kind == "gxi")
+
+    def _options(self, inputs: Tensor) -> dict[str, Any]:
         if self.kind == "ig":
-            options = {"n_steps": self.samples}
-        elif self.kind == "shapley":
-            options = {"feature_mask": mask, "n_samples": self.samples, "perturbations_per_eval": 14}
-        x = inputs.clone().requires_grad_(self.kind == "gxi")
+            return {"n_steps": self.samples}
+        if self.kind == "shapley":
+            mask = patch_mask(inputs, PATCH)
+            return {"feature_mask": mask, "n_samples": self.samples, "perturbations_per_eval": 14}
+        return {}
+
+    def _shares(self, inputs: Tensor) -> Tensor | int:
+        """Captum gives each value of a patch the relevance of the whole patch: it is shared out."""
+        if self.kind != "shapley":
+            return 1
+        mask = patch_mask(inputs, PATCH)
+        return torch.bincount(mask.flatten())[mask] * inputs.shape[1]
+
+    def _repeatable(self, work: Callable[[], _T]) -> _T:
+        """Every call meets the same permutations."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            maps: Tensor = method.attribute(x, target=target, **options).detach()
-        if self.kind == "shapley":
-            # Captum gives each value of a patch the relevance of the whole patch: share it out.
-            maps = maps / (torch.bincount(mask.flatten())[mask] * inputs.shape[1])
-        return maps
+            return work()

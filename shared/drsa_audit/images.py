@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
@@ -96,20 +96,44 @@ def find_classes(
     ]
 
 
-def to_pixels(photo: Image.Image, size: int) -> Tensor:
-    """A photograph, resized to a square, with values in [0, 1], shape (3, size, size)."""
-    resized = photo.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+def to_pixels(
+    photo: Image.Image, size: int, resize: int | None = None, interpolation: str = "bicubic"
+) -> Tensor:
+    """A photograph as a square, with values in [0, 1], shape (3, size, size).
+
+    Parameters
+    ----------
+    photo : PIL image
+        As it is meant to be seen: cameras note the way up beside the pixels.
+    size : int
+        Side of the square.
+    resize : int, optional
+        Length of the shorter side before the central square is cut out. None: the whole photograph is
+        squeezed into the square.
+    interpolation : {"bicubic", "bilinear"}
+    """
+    how = Image.Resampling[interpolation.upper()]
+    upright = ImageOps.exif_transpose(photo).convert("RGB")
+    if resize is None:
+        resized = upright.resize((size, size), how)
+    else:
+        scale = max(resize, size) / min(upright.size)
+        width, height = (max(size, round(side * scale)) for side in upright.size)
+        left, top = (width - size) // 2, (height - size) // 2
+        resized = upright.resize((width, height), how).crop((left, top, left + size, top + size))
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
 
 
-def load_images(files: Sequence[Path], size: int) -> tuple[Tensor, list[str], list[str]]:
+def load_images(
+    files: Sequence[Path], size: int, resize: int | None = None, interpolation: str = "bicubic"
+) -> tuple[Tensor, list[str], list[str]]:
     """Pixels (N, 3, size, size) in [0, 1], names of the files, and paths of those that cannot be read."""
     pixels, names, unreadable = [], [], []
     for file in files:
         try:
             with Image.open(file) as image:
-                pixels.append(to_pixels(image, size))
-        except (OSError, UnidentifiedImageError, SyntaxError) as error:
+                pixels.append(to_pixels(image, size, resize, interpolation))
+        except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
             warnings.warn(f"skipped {file}, which cannot be read: {error}", stacklevel=2)
             unreadable.append(str(file))
         else:

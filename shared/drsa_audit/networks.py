@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from drsa_core.evaluation import Preprocessing
@@ -14,14 +15,24 @@ from zennit.composites import EpsilonGammaBox, EpsilonPlus, MixedComposite, Name
 from zennit.core import Composite
 from zennit.rules import Epsilon, Gamma
 
-from zennit_drsa import ConvNetGamma, NFNetGamma, TimmCanonizer, TorchvisionCanonizer, VGGGamma
+from zennit_drsa import (
+    ConvNetGamma,
+    NFNetGamma,
+    TimmCanonizer,
+    TorchvisionCanonizer,
+    TransformerGamma,
+    VGGGamma,
+)
 
 from .images import load_images, to_pixels
+from .published import Transform, is_torchvision_name, published_transform
 from .weights import described_model, find_factory, read_classes, read_state
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Layers that are split unless another one is named; Conv4_3 of VGG16 is the paper's.
 LAYERS = {"efficientnet_lite0": "blocks.4", "vgg16": "features.22", "resnet18": "layer4"}
+
+#: Concept layer, or None ↦ a new Zennit composite.
+Rules: TypeAlias = Callable[[str | None], Composite]
 
 
 @dataclass(frozen=True)
@@ -43,14 +54,21 @@ class Network:
         layer.
     classes : tuple of int, optional
         The class of each output; None if they are numbered as the outputs.
+    resize : int, optional
+        Length of a photograph's shorter side before the central square is cut out. None: the whole photograph
+        is squeezed into the square.
+    interpolation : str
+        "bicubic" or "bilinear", of the resizing.
     """
 
     model: nn.Module
     size: int
     preprocessing: Preprocessing
     layer: str
-    composite: Callable[[str | None], Composite]
+    composite: Rules
     classes: tuple[int, ...] | None = None
+    resize: int | None = None
+    interpolation: str = "bicubic"
 
     def output_of(self, class_index: int) -> int:
         """The number of the output that stands for a class."""
@@ -62,7 +80,8 @@ class Network:
 
     def to_input(self, photo: Image.Image, size: int | None = None) -> Tensor:
         """A photograph as the network expects it, shape (3, H, W)."""
-        return self.preprocessing.to_inputs(to_pixels(photo, size or self.size)[None])[0]
+        pixels = to_pixels(photo, size or self.size, self.resize, self.interpolation)
+        return self.preprocessing.to_inputs(pixels[None])[0]
 
     def to_picture(self, x: Tensor) -> Tensor:
         """Inputs as pixels in [0, 1], for figures: (3, H, W) or (N, 3, H, W)."""
@@ -74,7 +93,8 @@ class Network:
 
         `drsa_audit.images.load_images` also says which these are.
         """
-        return self.preprocessing.to_inputs(load_images(files, size or self.size)[0])
+        pixels, _, _ = load_images(files, size or self.size, self.resize, self.interpolation)
+        return self.preprocessing.to_inputs(pixels)
 
     def layer_or(self, layer: str | None) -> str:
         """The layer that is named, or the default one."""
@@ -84,13 +104,14 @@ class Network:
         raise ValueError(f"this network has no default layer: name one, e.g. one of {names}, or one in them")
 
 
-def load_network(name: str, weights: str | Path | None = None) -> Network:
+def load_network(name: str, weights: str | Path | None = None, crop: bool = False) -> Network:
     """A network by name.
 
     Parameters
     ----------
     name : str
-        * "efficientnet_lite0", "vgg16", "resnet18", or any model of timm, e.g. "dm_nfnet_f0";
+        * "efficientnet_lite0", or a model of torchvision or timm, e.g. "resnet50" or "dm_nfnet_f0". A name
+          that both have is torchvision's; "timm/resnet50" and "torchvision/resnet50" say which one.
         * "FILE.safetensors" that says its architecture (see `drsa_audit.weights.described_model`);
         * "package.module:factory" or "FILE.py:factory": a function without arguments that returns a module,
           whose inputs are then normalised as for ImageNet, or a `Network`.
@@ -98,15 +119,38 @@ def load_network(name: str, weights: str | Path | None = None) -> Network:
         State dict, as a .pt or .safetensors file. Default: the published weights, which torchvision and timm
         download; those of efficientnet_lite0 come with a package. The entry `classes` of a .safetensors file,
         a JSON list, says which class each output stands for.
+    crop : bool
+        Whether photographs are resized and cut as the model's publishers do it, instead of squeezed into a
+        square.
     """
     file = Path(name) if name.endswith(".safetensors") and weights is None else None
     file = Path(weights) if weights is not None else file
     network = _build(name, published=file is None)
     if file is not None:
-        network.model.load_state_dict(read_state(file))
+        try:
+            network.model.load_state_dict(read_state(file))
+        except Exception as error:  # of torch, pickle or safetensors, each with errors of its own
+            raise ValueError(f"the weights {file} do not fit {name}: {error}") from error
         network = replace(network, classes=read_classes(file) or network.classes)
+    if not crop:
+        network = replace(network, resize=None, interpolation="bicubic")
     network.model.eval().to(memory_format=torch.channels_last)  # a quarter faster on CPUs
     return network
+
+
+def with_input(network: Network, transform: Transform) -> Network:
+    """The network with other preprocessing; LRP rules that know the range of the inputs follow it."""
+    composite = network.composite
+    if isinstance(composite, SuitableRules):
+        composite = replace(composite, mean=tuple(transform.mean), std=tuple(transform.std))
+    return replace(
+        network,
+        size=transform.size,
+        resize=transform.resize,
+        interpolation=transform.interpolation,
+        preprocessing=Preprocessing.from_mean_std(transform.mean, transform.std, transform.channel_order),
+        composite=composite,
+    )
 
 
 def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
@@ -131,47 +175,62 @@ def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
 def _build(name: str, published: bool) -> Network:
     """The network of a name, with its published weights or with random ones."""
     if name == "efficientnet_lite0":
+        model = _efficientnet_lite0(published)
+        own = published_transform(model)
         # (255 x − 127) / 128
-        return _network(_efficientnet_lite0(published), name, 224, (127 / 255,) * 3, (128 / 255,) * 3)
-    if name in ("vgg16", "resnet18"):
-        import torchvision.models
-
-        model = torchvision.models.get_model(name, weights="IMAGENET1K_V1" if published else None)
-        return _network(model, name)
+        return _network(model, name, replace(own, mean=(127 / 255,) * 3, std=(128 / 255,) * 3))
     if name.endswith(".safetensors"):
         model, keywords = described_model(Path(name))
-        return _of_library(model, Path(name).stem, keywords.get("img_size"))
+        own = published_transform(model)
+        size = keywords.get("img_size", own.size)
+        return _network(model, Path(name).stem, replace(own, size=size, resize=own.resize_for(size)))
     if ":" in name:
         made = find_factory(name)()
         if isinstance(made, Network):
             return made
         if not isinstance(made, nn.Module):
             raise TypeError(f"{name} must return a torch module or a Network, got {type(made).__name__}")
-        return _of_library(made, name)
+        return _network(made, name, published_transform(made))
+    library, _, plain = name.rpartition("/")
+    if library == "torchvision" or (not library and is_torchvision_name(plain)):
+        import torchvision.models
+
+        # The weights of the paper's networks are torchvision's first ones.
+        chosen = "IMAGENET1K_V1" if plain in LAYERS else "DEFAULT"
+        model = torchvision.models.get_model(plain, weights=chosen if published else None)
+        return _network(model, plain, published_transform(model, plain))
     import timm
 
-    return _of_library(timm.create_model(name, pretrained=published), name)
+    plain = plain if library == "timm" else name
+    model = timm.create_model(plain, pretrained=published)
+    return _network(model, plain, published_transform(model))
 
 
-def _of_library(model: nn.Module, name: str, size: int | None = None) -> Network:
-    """With the preprocessing that models of timm carry, or that of ImageNet."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    mean, std = config.get("mean", IMAGENET_MEAN), config.get("std", IMAGENET_STD)
-    return _network(model, name, size or config.get("input_size", (3, 224, 224))[1], mean, std)
-
-
-def _network(
-    model: nn.Module,
-    name: str,
-    size: int = 224,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-) -> Network:
+def _network(model: nn.Module, name: str, transform: Transform) -> Network:
     layer = LAYERS.get(name, "stages.2" if _is_nfnet(model) else "")
-    preprocessing = Preprocessing.from_mean_std(mean, std)
+    rules = SuitableRules(model, tuple(transform.mean), tuple(transform.std))
+    preprocessing = Preprocessing.from_mean_std(transform.mean, transform.std)
     return Network(
-        model, size, preprocessing, layer, lambda layer: suitable_composite(model, mean, std, layer)
+        model,
+        transform.size,
+        preprocessing,
+        layer,
+        rules,
+        resize=transform.resize,
+        interpolation=transform.interpolation,
     )
+
+
+@dataclass(frozen=True)
+class SuitableRules:
+    """`suitable_composite` of a model and its preprocessing, as a function."""
+
+    model: nn.Module
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, layer: str | None) -> Composite:
+        return suitable_composite(self.model, self.mean, self.std, layer)
 
 
 def suitable_composite(
@@ -205,6 +264,8 @@ def suitable_composite(
     for canonizer in (TimmCanonizer, TorchvisionCanonizer):
         if canonizer.suits(model):
             return EpsilonGammaBox(low, high, gamma=0.25, canonizers=[canonizer()])
+    if TransformerGamma.suits(model):
+        return TransformerGamma(layer=layer)
     if VGGGamma.suits(model):
         return VGGGamma(mean=mean, std=std)
     raise ValueError(

@@ -22,7 +22,7 @@ _DIGEST = "sha256"
 # Files of this format version and later hold a digest of their content.
 _FIRST_WITH_DIGEST = 2
 # What safetensors calls the types that are written here.
-_TYPE_NAMES = {torch.float64: "F64", torch.int64: "I64", torch.float32: "F32"}
+_TYPE_NAMES = {torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.uint8: "U8"}
 _TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
@@ -49,7 +49,7 @@ def write_tensors(
     Parameters
     ----------
     tensors : mapping from names to tensors
-        Of float32, float64 or int64.
+        Of float32, float64, int64 or uint8.
     kind, format_version
         What the file holds, to be named again on reading.
     header : mapping

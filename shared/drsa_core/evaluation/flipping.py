@@ -33,8 +33,19 @@ class Preprocessing:
     to_inputs: Callable[[Tensor], Tensor]
 
     @classmethod
-    def from_mean_std(cls, mean: Sequence[float] | float, std: Sequence[float] | float) -> Preprocessing:
-        """For inputs (pixels − mean) / std, both of length C or one number."""
+    def from_mean_std(
+        cls, mean: Sequence[float] | float, std: Sequence[float] | float, channel_order: str = "RGB"
+    ) -> Preprocessing:
+        """For inputs (pixels − mean) / std, both of length C or one number.
+
+        Parameters
+        ----------
+        mean, std : float or sequence of float
+            In the order of the network's channels.
+        channel_order : {"RGB", "BGR"}
+            Order of the network's channels. Pixels are RGB; networks that come from Caffe, such as those of
+            Keras, take BGR.
+        """
         shift = torch.as_tensor(mean, dtype=torch.float64).reshape(-1, 1, 1)
         scale = torch.as_tensor(std, dtype=torch.float64).reshape(-1, 1, 1)
         if (
@@ -43,7 +54,16 @@ class Preprocessing:
             or not bool(scale.isfinite().all())
         ):
             raise ValueError(f"mean must be finite and std positive, got mean {mean} and std {std}")
-        return cls(lambda x: x * scale.to(x) + shift.to(x), lambda x: (x - shift.to(x)) / scale.to(x))
+        if channel_order not in ("RGB", "BGR"):
+            raise ValueError(f"channel_order must be 'RGB' or 'BGR', got {channel_order!r}")
+
+        def ordered(x: Tensor) -> Tensor:
+            return x if channel_order == "RGB" else x.flip(1)
+
+        return cls(
+            lambda x: ordered(x * scale.to(x) + shift.to(x)),
+            lambda x: (ordered(x) - shift.to(x)) / scale.to(x),
+        )
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def _summary(
     threshold = min(reached + margin * (1 - reached), ENOUGH)
     metadata = {"index": index.tolist(), "threshold": threshold, "n_runs": len(runs)}
     return Stability(
-        subspaces=subspaces.with_metadata(stability=metadata),
+        subspaces=subspaces.with_metadata(stability=metadata, history=finished.history),
         index=index,
         null=of_null,
         threshold=threshold,
@@ -299,6 +299,11 @@ class _FromStart:
     def subspaces_(self) -> Subspaces:
         """What was learned."""
         return self._solver.subspaces_
+
+    @property
+    def history(self) -> list[float]:
+        """Objective along the fit."""
+        return [float(value) for value in self._solver.history_]
 
     def fit(self, a: Tensor, c: Tensor) -> None:
         """Learn from the start."""

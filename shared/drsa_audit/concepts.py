@@ -1,0 +1,129 @@
+"""Concepts from pairs: how many, which, whether they come back, and what taking them out does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from drsa_core import DRSA, DSA, PCA, Pairs, RandomSubspaces, Stability, Subspaces, choose_k, stability
+from drsa_core.evaluation import concept_ablation
+from drsa_core.solvers.estimator import learn_subspaces
+from drsa_core.solvers.stability import FEWEST_IMAGES
+from torch import Tensor
+
+from .errors import BadInput
+from .session import Session
+
+AUTO = "auto"
+#: Numbers of concepts that "auto" tries.
+TRIED = range(2, 17)
+#: Other ways to find as many subspaces, which a good one should surpass.
+OTHERS = {"DSA": DSA, "PCA": PCA, "random": RandomSubspaces}
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The concepts, and what is known of them.
+
+    Attributes
+    ----------
+    subspaces : Subspaces
+    history : list of float
+        Objective along the fit.
+    stability : dict or None
+        `index`, `is_stable`, `beats_chance`, `threshold`, `null_mean`; None if it was not tested.
+    choice : dict or None
+        Why there are so many: `best`, and for each K `n_subspaces`, `index` of its least stable concept and
+        `threshold`; None if the user said how many.
+    """
+
+    subspaces: Subspaces
+    history: list[float]
+    stability: dict[str, Any] | None = None
+    choice: dict[str, Any] | None = None
+
+
+def learn(session: Session, pairs: Pairs, n_subspaces: int | str, balance: float, repeat: bool) -> Learned:
+    """Learn K concepts, or as many as are stable.
+
+    Parameters
+    ----------
+    session : Session
+        Whose seed and progress are used.
+    pairs : Pairs
+    n_subspaces : int or "auto"
+    balance : float
+        As in `DRSA`.
+    repeat : bool
+        Whether to repeat the fit on other images and from other starts, to see which concepts come back.
+    """
+    n_images, n_features = len(torch.unique(pairs.image)), pairs.a.shape[1]
+    solver, shown = DRSA(balance=balance), session.progress.shown
+    if n_subspaces == AUTO:
+        if n_images < FEWEST_IMAGES:
+            raise BadInput(f"--subspaces auto needs at least {FEWEST_IMAGES} images to learn from")
+        tried = [k for k in TRIED if k <= n_features // 2]
+        choice = choose_k(pairs, tried, solver=solver, random_state=session.seed, progress=shown)
+        best = choice.stability
+        if best is None:
+            best = max(choice.candidates, key=lambda c: float(c.index.min()) - c.threshold)
+            session.progress.note(
+                f"no number of concepts from {tried[0]} to {tried[-1]} gives concepts that are all stable; "
+                f"shown are the {best.n_subspaces} that come closest"
+            )
+        return _learned(
+            best,
+            {
+                "best": best.n_subspaces,
+                "n_subspaces": [c.n_subspaces for c in choice.candidates],
+                "index": [float(c.index.min()) for c in choice.candidates],
+                "threshold": [c.threshold for c in choice.candidates],
+                "held_out": [c.held_out_objective for c in choice.candidates],
+            },
+        )
+    if not isinstance(n_subspaces, int) or not 1 <= n_subspaces <= n_features:
+        raise BadInput(f"--subspaces must be 'auto' or a number from 1 to {n_features}, got {n_subspaces}")
+    if repeat and n_images < FEWEST_IMAGES:
+        session.progress.note(f"with {n_images} images it cannot be tested whether concepts are stable")
+    if repeat and n_images >= FEWEST_IMAGES:
+        found = stability(pairs, n_subspaces, solver=solver, random_state=session.seed, progress=shown)
+        return _learned(found, None)
+    solver = DRSA(n_subspaces, balance=balance, random_state=session.seed, progress=shown)
+    return Learned(learn_subspaces(solver, pairs), [float(value) for value in solver.history_])
+
+
+def take_out(session: Session, inputs: Tensor, subspaces: Subspaces, pairs: Pairs | None) -> dict[str, Any]:
+    """What the score loses with each concept, against its relevance, as JSON; also for other subspaces.
+
+    Others are learned from the pairs, if there are any, and compared where a context costs little (LRP and
+    gradients).
+    """
+    target, size = session.target.output, session.batch_size
+    explainer = session.backend.explainer(subspaces)
+    found = concept_ablation(explainer, inputs, target, batch_size=size)
+    others = {}
+    if pairs is not None and session.choice.backend in ("lrp", "gxi"):
+        for name, kind in OTHERS.items():
+            options = {} if kind is PCA else {"random_state": session.seed}
+            other = kind(subspaces.n_subspaces, **options).fit(pairs).subspaces_
+            others[name] = concept_ablation(explainer, inputs, target, other, batch_size=size).correlation
+    return {
+        "relevance": found.relevance.tolist(),
+        "drop": found.drop.tolist(),
+        "correlation": found.correlation,
+        "within_images": found.correlation_within_images,
+        "others": others,
+    }
+
+
+def _learned(found: Stability, choice: dict[str, Any] | None) -> Learned:
+    about = {
+        "index": found.index.tolist(),
+        "is_stable": [bool(stable) for stable in found.is_stable],
+        "beats_chance": bool(found.beats_chance),
+        "threshold": found.threshold,
+        "null_mean": float(found.null.mean()),
+    }
+    history = found.subspaces.metadata.get("history", [])
+    return Learned(found.subspaces, [float(value) for value in history], about, choice)

@@ -1,0 +1,172 @@
+"""What the numbers of an audit say: shares of the concepts, two groups of images, unusual images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: A split into two groups that explains so much of the variance is none that a smooth spread would have: a
+#: uniform distribution gives 0.75, a normal one 0.64.
+TWO_GROUPS = 0.8
+#: How far apart the groups' mean shares must be, how many times as large the larger one must be ("there or
+#: not there"), and how much of the images the smaller group must hold.
+FAR_APART, TIMES, SMALLEST_GROUP = 0.15, 4.0, 0.1
+#: Two concepts that are strong in the same images, but for so many, belong together.
+SAME_IMAGES = 0.7
+#: Median absolute deviations beyond which a mixture of concepts is unusual.
+UNUSUAL = 4.0
+
+
+@dataclass(frozen=True)
+class TwoGroups:
+    """Concepts that are strong in some images and nearly absent in the others.
+
+    Attributes
+    ----------
+    concepts : tuple of int
+        The clearest first.
+    images : list of int
+        Where it is strong.
+    share_there, share_elsewhere : float
+        Their mean share of the positive relevance in the two groups.
+    explained : float
+        Part of the variance that the split explains.
+    """
+
+    concepts: tuple[int, ...]
+    images: list[int]
+    share_there: float
+    share_elsewhere: float
+    explained: float
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """An image whose mixture of concepts is unusual: its distance in deviations, and what is unusual."""
+
+    image: int
+    distance: float
+    concept: int
+    share: float
+    usual_share: float
+
+
+def mixtures(relevance: Tensor) -> Tensor:
+    """Share of each concept in the positive relevance of each image, shape (N, K); rows add up to 1."""
+    positive = relevance.double().clamp(min=0)
+    total = positive.sum(1, keepdim=True)
+    even = torch.full_like(positive, 1 / positive.shape[1])
+    return torch.where(total > 0, positive / total.clamp(min=torch.finfo(torch.float64).tiny), even)
+
+
+def shares(relevance: Tensor) -> Tensor:
+    """Share of each concept in the positive relevance of all images together, shape (K,)."""
+    positive = relevance.double().clamp(min=0).sum(0)
+    return positive / positive.sum() if positive.sum() > 0 else torch.zeros_like(positive)
+
+
+def share_against(relevance: Tensor) -> float:
+    """Σ |negative R_k| over Σ |R_k|: how much of what concepts hold counts against the class."""
+    total = relevance.double().abs().sum()
+    return float(relevance.double().clamp(max=0).abs().sum() / total) if total > 0 else 0.0
+
+
+def two_groups(relevance: Tensor) -> list[TwoGroups]:
+    """Concepts whose share splits the images into two groups with little between them, clearest first.
+
+    The split is the one that explains most of the variance of the shares (Otsu's). A concept that is there
+    or not there, regardless of the object, is what a watermark looks like. Shares are those of at least the
+    median image's evidence: in an image with little of it, a concept does not become strong because others
+    are missing. Concepts with nearly the same images are one finding.
+    """
+    found: list[TwoGroups] = []
+    positive = relevance.double().clamp(min=0)
+    total = positive.sum(1, keepdim=True)
+    if not total.any():
+        return found
+    floor = total.median().clamp(min=torch.finfo(torch.float64).tiny)
+    splits = sorted(
+        filter(None, map(_split, range(relevance.shape[1]), (positive / total.maximum(floor)).T)),
+        reverse=True,
+    )
+    shares_of_images = mixtures(relevance)
+    for explained, k, images in splits:
+        for i, other in enumerate(found):
+            if _are_same(images, set(other.images)):
+                found[i] = _group((*other.concepts, k), set(other.images), other.explained, shares_of_images)
+                break
+        else:
+            found.append(_group((k,), images, explained, shares_of_images))
+    return found
+
+
+def _are_same(one: set[int], other: set[int]) -> bool:
+    return len(one & other) >= SAME_IMAGES * len(one | other)
+
+
+def _split(k: int, column: Tensor) -> tuple[float, int, set[int]] | None:
+    """Explained variance, concept and images of the best split of one concept's shares, if it is one."""
+    n_images = len(column)
+    ordered, order = column.sort(descending=True)
+    total = float((ordered - ordered.mean()).square().sum())
+    if n_images < 6 or total == 0:
+        return None
+    best, cut = max((_between(ordered, n) / total, n) for n in range(1, n_images))
+    there, elsewhere = float(ordered[:cut].mean()), float(ordered[cut:].mean())
+    is_large = min(cut, n_images - cut) >= max(3, SMALLEST_GROUP * n_images)
+    is_far = there - elsewhere >= FAR_APART and there >= TIMES * elsewhere
+    return (best, k, set(order[:cut].tolist())) if best >= TWO_GROUPS and is_far and is_large else None
+
+
+def _group(
+    concepts: tuple[int, ...], images: set[int], explained: float, shares_of_images: Tensor
+) -> TwoGroups:
+    together = shares_of_images[:, list(concepts)].sum(1)
+    is_there = torch.zeros(len(together), dtype=torch.bool)
+    is_there[list(images)] = True
+    there, elsewhere = float(together[is_there].mean()), float(together[~is_there].mean())
+    return TwoGroups(concepts, sorted(images), there, elsewhere, explained)
+
+
+def outliers(relevance: Tensor, reference: Tensor) -> list[Outlier]:
+    """Images whose mixture of concepts is far from the usual one, farthest first.
+
+    Parameters
+    ----------
+    relevance : tensor, shape (N, K)
+        R_k of the images.
+    reference : tensor, shape (M, K)
+        R_k of images that say what is usual, e.g. those that the concepts were learned from.
+    """
+    usual = mixtures(reference).median(0).values
+    typical = 0.5 * (mixtures(reference) - usual).abs().sum(1)
+    centre = typical.median()
+    spread = 1.4826 * (typical - centre).abs().median().clamp(min=0.01)
+    found = []
+    for n, mixture in enumerate(mixtures(relevance)):
+        distance = float((0.5 * (mixture - usual).abs().sum() - centre) / spread)
+        if distance > UNUSUAL:
+            k = int((mixture - usual).abs().argmax())
+            found.append(Outlier(n, distance, k, float(mixture[k]), float(usual[k])))
+    return sorted(found, key=lambda outlier: -outlier.distance)
+
+
+def half_area(maps: Tensor) -> Tensor:
+    """Smallest part of the picture that holds half of a map's positive relevance, shape (…).
+
+    Parameters
+    ----------
+    maps : tensor, shape (…, H, W)
+    """
+    flat = maps.double().clamp(min=0).flatten(-2).sort(-1, descending=True).values
+    total = flat.sum(-1, keepdim=True)
+    below = (flat.cumsum(-1) < 0.5 * total).sum(-1)
+    return torch.where(total[..., 0] > 0, (below + 1) / flat.shape[-1], torch.nan)
+
+
+def _between(ordered: Tensor, cut: int) -> float:
+    """Sum of squares between the first `cut` values and the others."""
+    first, second, n = ordered[:cut].mean(), ordered[cut:].mean(), len(ordered)
+    return float(cut * (n - cut) / n * (first - second).square())

@@ -1,0 +1,177 @@
+"""`run_fit`: from a folder of images to subspaces in a file. What an audit begins with, on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from drsa_core import Pairs, Subspaces
+from torch import Tensor
+
+from .concepts import Learned, learn
+from .errors import BadInput
+from .folders import ImageFiles, find_files, find_target
+from .networks import Network
+from .opening import ModelSettings, count_outputs, open_network, read_images
+from .progress import Progress
+from .session import Session, open_session
+from .steps import collect, forward_seconds
+from .work import Work, check_out, read_json, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSettings(ModelSettings):
+    """What decides which concepts are learned, beside what `ModelSettings` holds.
+
+    Attributes
+    ----------
+    train : path
+        Folder of images of the class, or of class folders.
+    target : str or int
+        The class that is explained, by name or number.
+    out : path
+        The file to write.
+    work : path, optional
+        Folder for what is done so far. Default: beside `out`, with the ending .drsa.
+    layer : str, optional
+        Default: that of the network, or the suggested one.
+    backend : {"lrp", "ig", "gxi", "shapley"}
+        LRP gives way to Integrated Gradients where it is not valid.
+    samples : int, optional
+        Permutations of "shapley" or steps of "ig".
+    subspaces : int or "auto"
+        Number of concepts.
+    balance : float
+        How far unequal evidence is levelled before the fit, as in `DRSA`.
+    positions : int
+        Positions in an image at which the concepts are learned.
+    train_images : int
+        At most so many.
+    stability : bool
+        Whether to repeat the fit, to see which concepts come back.
+    seed, batch_size : int
+    force : bool
+        Go on where the run would refuse.
+    """
+
+    train: Path
+    target: str | int
+    out: Path
+    work: Path | None = None
+    layer: str | None = None
+    backend: str = "lrp"
+    samples: int | None = None
+    subspaces: int | str = 4
+    balance: float = 1.0
+    positions: int = 20
+    train_images: int = 500
+    stability: bool = True
+    seed: int = 0
+    batch_size: int = 4
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """What concepts are learned from.
+
+    Attributes
+    ----------
+    session : Session
+    files : ImageFiles
+    inputs : tensor, shape (N, 3, H, W)
+        Of the class.
+    work : Work
+    forward : float
+        Seconds of a forward pass of one image.
+    key : dict
+        What decides the pairs.
+    """
+
+    session: Session
+    files: ImageFiles
+    inputs: Tensor
+    work: Work
+    forward: float
+    key: dict[str, Any]
+
+
+def run_fit(settings: FitSettings, progress: Progress) -> Learned:
+    """Learn the concepts of a class and save them; a run that was interrupted goes on."""
+    check_out(settings.out)
+    training = open_training(settings, progress)
+    learned, _ = learn_class(training, settings, collect_class(training, settings))
+    learned.subspaces.save(settings.out)
+    return learned
+
+
+def open_training(settings: FitSettings, progress: Progress, folders: tuple[Path, ...] = ()) -> Training:
+    """Resolve model, class, files, layer and method; nothing long is begun before all of them are right.
+
+    Parameters
+    ----------
+    folders : tuple of path
+        Further folders, in which names of classes may be found.
+    """
+    with progress.step("prepare", "Loading the model and the images"):
+        for folder in (settings.train, *folders):
+            if not folder.is_dir():
+                raise BadInput(f"there is no folder {folder}")
+        network = open_network(settings)
+        device = next(network.model.parameters()).device
+        n_outputs = count_outputs(network, _blank(network, device))
+        target = find_target(network, n_outputs, str(settings.target), [settings.train, *folders])
+        files = find_files(settings.train, target, settings.train_images)
+        first, _, _ = read_images(network, files.own[:8], Progress(shown=False), device)
+        session = open_session(
+            network,
+            settings.name,
+            target,
+            first,
+            layer=settings.layer,
+            backend=settings.backend,
+            samples=settings.samples,
+            seed=settings.seed,
+            batch_size=settings.batch_size,
+            progress=progress,
+            force=settings.force,
+        )
+        if session.layer.is_cut is False:
+            progress.note(f"paths go around layer {session.layer.name}: what takes them is in no concept map")
+        work = Work(settings.work or settings.out.with_suffix(".drsa"))
+        inputs, _, _ = session.read(files.own)
+        key = {**session.decided_by(files.own), "positions": settings.positions}
+        return Training(session, files, inputs, work, forward_seconds(session, inputs), key)
+
+
+def collect_class(training: Training, settings: FitSettings) -> Pairs:
+    """Pairs (a, c) of the class."""
+    folder = training.work.place("pairs", training.key)
+    return collect(training.session, training.inputs, settings.positions, folder, training.forward)
+
+
+def learn_class(training: Training, settings: FitSettings, pairs: Pairs) -> tuple[Learned, dict[str, Any]]:
+    """The concepts of the class, and what decided them; learned once, and then read."""
+    session, work = training.session, training.work
+    key = {
+        **training.key,
+        "subspaces": settings.subspaces,
+        "balance": settings.balance,
+        "stability": settings.stability,
+    }
+    file, about = work.place("learned", key, ".safetensors"), work.place("learned", key, ".json")
+    if not (file.exists() and about.exists()):
+        with session.progress.step("concepts", f"Learning concepts from {len(pairs)} pairs"):
+            learned = learn(session, pairs, settings.subspaces, settings.balance, settings.stability)
+        target = {"name": session.target.name, "index": session.target.index}
+        learned.subspaces.with_metadata(explained_class=target, network=session.name).save(file)
+        write_json(
+            about, {"history": learned.history, "stability": learned.stability, "choice": learned.choice}
+        )
+    return Learned(Subspaces.load(file), **read_json(about)), key
+
+
+def _blank(network: Network, device: torch.device) -> Tensor:
+    return torch.zeros(1, 3, network.size, network.size, device=device)

@@ -1,0 +1,147 @@
+"""Which class is explained, and which files show it: a folder of images, or one of class folders."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BadInput
+from .images import SUFFIXES
+from .networks import Network
+
+
+@dataclass(frozen=True)
+class TargetClass:
+    """The class that is explained: number of the output, index of the class, name."""
+
+    output: int
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Files of the explained class, and of other classes by their name."""
+
+    own: list[Path]
+    others: dict[str, list[Path]]
+
+
+def find_target(network: Network, n_outputs: int, wanted: str, folders: list[Path]) -> TargetClass:
+    """The class of a number or a name.
+
+    A name is looked for among the class folders (`235_german_shepherd`, or, where there is one folder for
+    each output and none has a number, in alphabetical order as torchvision's `ImageFolder` counts them) and
+    among ImageNet's classes if the network has 1000 outputs.
+
+    Raises
+    ------
+    BadInput
+        If the model has no such class; close names are given.
+    """
+    names = _known_names(network, n_outputs, folders)
+    if re.fullmatch(r"\d+", wanted):
+        index = int(wanted)
+    else:
+        by_name = {_plain(name): index for index, name in names.items()}
+        plain = _plain(re.sub(r"^\d+_", "", wanted))
+        if plain not in by_name:
+            close = difflib.get_close_matches(plain, by_name, n=3, cutoff=0.5)
+            near = f"; did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+            number = "" if close else f"; give the number of the output, 0 to {n_outputs - 1}"
+            raise BadInput(f"the model has no class {wanted!r} that is known by name{near}{number}")
+        index = by_name[plain]
+    try:
+        output = network.output_of(index)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    if not 0 <= output < n_outputs:
+        raise BadInput(f"the model has the classes 0 to {n_outputs - 1}, got {index}")
+    return TargetClass(output, index, names.get(index, f"class {index}"))
+
+
+def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> ImageFiles:
+    """The images of the explained class in a folder, and those of other classes if it has class folders.
+
+    Parameters
+    ----------
+    folder : path
+        With images, which are then all of the explained class; or with one folder for each class.
+    target : TargetClass
+    limit : int, optional
+        At most so many of each class, the first ones by name.
+    """
+    if not folder.exists():
+        raise BadInput(f"there is no folder {folder}")
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder; give a folder of images, or of class folders")
+    here = _images_in(folder)
+    if here:
+        return ImageFiles(here[:limit], {})
+    by_class = {path.name: _images_in(path) for path in _subfolders(folder)}
+    by_class = {name: files for name, files in by_class.items() if files}
+    if not by_class:
+        raise BadInput(f"no images ({', '.join(SUFFIXES)}) in {folder}")
+    own = [name for name in by_class if _is_of(name, target)]
+    if len(own) != 1:
+        found = ", ".join(list(by_class)[:6]) + (", …" if len(by_class) > 6 else "")
+        which = "none of which" if not own else "more than one of which"
+        raise BadInput(
+            f"{folder} holds the class folders {found}, {which} is of {target.name} ({target.index}); give "
+            "the folder of that class itself, or name it as in 235_german_shepherd"
+        )
+    others = {label(name): files[:limit] for name, files in by_class.items() if name != own[0]}
+    return ImageFiles(by_class[own[0]][:limit], others)
+
+
+def label(name: str) -> str:
+    """The name of a class folder without its number: "235_german_shepherd" ↦ "german shepherd"."""
+    return re.sub(r"^\d+_", "", name).replace("_", " ") or name
+
+
+def imagenet_names() -> dict[int, str]:
+    """Names of ImageNet's 1000 classes, if timm is installed."""
+    try:
+        import timm.data
+    except ImportError:
+        return {}
+    info = timm.data.ImageNetInfo()
+    return {index: info.index_to_description(index).split(",")[0] for index in range(1000)}
+
+
+def _known_names(network: Network, n_outputs: int, folders: list[Path]) -> dict[int, str]:
+    names = imagenet_names() if n_outputs == 1000 and network.classes is None else {}
+    for folder in folders:
+        found = [path.name for path in _subfolders(folder)] if folder.is_dir() else []
+        # A folder of images of one class may carry the class in its own name.
+        for name in [folder.name, *found]:
+            if match := re.match(r"(\d+)_", name):
+                names[int(match[1])] = label(name)
+        if len(found) == n_outputs and not any(re.match(r"\d", name) for name in found):
+            names |= {i: label(name) for i, name in enumerate(sorted(found))}
+    return names
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in SUFFIXES and file.is_file() and not file.name.startswith(".")
+    )
+
+
+def _is_of(folder_name: str, target: TargetClass) -> bool:
+    match = re.match(r"(\d+)(_|$)", folder_name)
+    if match:
+        return int(match[1]) == target.index
+    return _plain(folder_name) == _plain(target.name)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_\-]+", " ", name).strip().casefold()

@@ -1,0 +1,204 @@
+"""The layers of a model with the shapes of their outputs, and which of them suit concepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from drsa_core.layer import guarded
+from torch import Tensor, nn
+
+#: Layers that are tried for paths around them; each costs a forward pass of one example, and a backward pass
+#: if there is such a path.
+MAX_TRIED = 20
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One module of a model.
+
+    Attributes
+    ----------
+    name, kind : str
+        Dotted name and class.
+    shape : tuple of int or None
+        Of the output for one example, without the axis of examples; None if that is no tensor.
+    n_runs : int
+        How often the module runs in a forward pass.
+    n_parameters : int
+        In it and in all modules inside.
+    is_cut : bool or None
+        Whether all that the layers above see comes from here; None if it was not tried.
+    is_suggested : bool
+        Whether it suits concepts best.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] | None
+    n_runs: int
+    n_parameters: int
+    is_cut: bool | None = None
+    is_suggested: bool = False
+
+    @property
+    def depth(self) -> int:
+        """How many modules are around it, the model itself included."""
+        return self.name.count(".") + 1 if self.name else 0
+
+    @property
+    def channel_dim(self) -> int:
+        """Axis of the features in the output: −1 for tokens (T, D) and for (H, W, D), else 1."""
+        shape = self.shape or ()
+        is_channels_last = len(shape) == 3 and shape[0] == shape[1] != shape[2] and shape[2] > shape[0]
+        return -1 if len(shape) == 2 or is_channels_last else 1
+
+    @property
+    def n_features(self) -> int:
+        """Number D of features."""
+        return (self.shape or (0,))[-1 if self.channel_dim == -1 else 0]
+
+    @property
+    def n_positions(self) -> int:
+        """Number of positions that share the features."""
+        return math.prod(self.shape or (0,)) // max(1, self.n_features)
+
+
+def inspect_layers(model: nn.Module, example: Tensor, suggest: bool = True) -> list[LayerInfo]:
+    """All modules in the order of their definition, with a suggestion.
+
+    A layer suits concepts if it runs once, has at least eight features and four positions, if nothing goes
+    around it, and if its positions are about 16 pixels apart: fine enough to point at a part of an object,
+    high enough to know what it is. Of those, it is the last one that lies least deep in other modules. Among
+    blocks of tokens, which all have the same positions, it lies at three quarters of the height.
+
+    Parameters
+    ----------
+    model : module
+    example : tensor, shape (1, C, H, W)
+    suggest : bool
+        Whether to look for a suggestion, at the price of a few forward and backward passes.
+    """
+    found = guarded(model, lambda: _shapes(model, example))
+    if not suggest:
+        return found
+    tried: dict[str, bool] = {}
+    for info in _by_preference([info for info in found if _suits(info)], example)[:MAX_TRIED]:
+        tried[info.name] = is_cut(model, info.name, example)
+        if tried[info.name]:
+            break
+    return [replace(i, is_cut=tried.get(i.name), is_suggested=tried.get(i.name) is True) for i in found]
+
+
+def suggested_layer(layers: list[LayerInfo]) -> LayerInfo | None:
+    """The layer to take if the user names none."""
+    return next((info for info in layers if info.is_suggested), None)
+
+
+def as_tree(layers: list[LayerInfo], max_depth: int | None = 2) -> str:
+    """The layers as indented lines, deeper ones left out; suggested ones are marked and always shown."""
+    lines = []
+    width = max((2 * i.depth + len(i.name.rpartition(".")[2]) for i in layers if i.name), default=0)
+    for info in layers:
+        if not info.name or (max_depth is not None and info.depth > max_depth and not info.is_suggested):
+            continue
+        label = "  " * (info.depth - 1) + (info.name if info.is_suggested else info.name.rpartition(".")[2])
+        shape = "×".join(map(str, info.shape)) if info.shape else "–"
+        mark = "   ← suggested" if info.is_suggested else ""
+        around = "   (a path goes around it)" if info.is_cut is False else ""
+        lines.append(f"{label:<{width}}  {info.kind:<22} {shape:<14}{mark}{around}".rstrip())
+    return "\n".join(lines)
+
+
+def _shapes(model: nn.Module, example: Tensor) -> list[LayerInfo]:
+    runs: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+
+    def hook(name: str, output: object) -> None:
+        runs[name] = runs.get(name, 0) + 1
+        shapes[name] = tuple(output.shape[1:]) if isinstance(output, Tensor) and output.ndim > 1 else None
+
+    handles = [
+        module.register_forward_hook(lambda m, args, output, name=name: hook(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(example.clone())
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        LayerInfo(
+            name,
+            type(module).__name__,
+            shapes.get(name),
+            runs.get(name, 0),
+            sum(p.numel() for p in module.parameters()),
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def _suits(info: LayerInfo) -> bool:
+    shape = info.shape or ()
+    has_axes = len(shape) in (2, 3) and bool(info.name)
+    return has_axes and info.n_runs == 1 and info.n_features >= 8 and info.n_positions >= 4
+
+
+def _by_preference(layers: list[LayerInfo], example: Tensor) -> list[LayerInfo]:
+    """Layers that suit concepts, the best first, as `inspect_layers` says it."""
+    maps = [info for info in layers if len(info.shape or ()) == 3]
+    if layers and layers[-1] not in maps:  # what follows the patch embedding are tokens
+        return _blocks(layers)
+
+    def distance(info: LayerInfo) -> float:
+        """How far the spacing of the positions is from 16 pixels, in powers of two, to a quarter."""
+        n_pixels = example.shape[-1] * example.shape[-2]
+        # Small pictures have small objects: no fewer than 8 × 8 positions.
+        wanted = min(256.0, n_pixels / 64)
+        return round(2 * abs(math.log2(n_pixels / info.n_positions / wanted))) / 4
+
+    return sorted(maps, key=lambda info: (distance(info), info.depth, -layers.index(info)))
+
+
+def _blocks(layers: list[LayerInfo]) -> list[LayerInfo]:
+    """The longest row of numbered modules, from three quarters of its height outwards; if none, all."""
+    rows: dict[str, list[LayerInfo]] = {}
+    for info in layers:
+        parent, _, number = info.name.rpartition(".")
+        if number.isdigit():
+            rows.setdefault(parent, []).append(info)
+    if not rows:
+        return layers[::-1]
+    longest = max(rows.values(), key=len)
+    best = round(0.75 * (len(longest) - 1))
+    return sorted(longest, key=lambda info: abs(longest.index(info) - best))
+
+
+def is_cut(model: nn.Module, name: str, example: Tensor) -> bool:
+    """Whether nothing of the input reaches the output if the layer's output is held constant."""
+    layer = model.get_submodule(name)
+
+    def has_no_path() -> bool:
+        x = example.clone().requires_grad_()
+        with torch.enable_grad(), _constant(layer):
+            output = model(x.clone())
+            if not output.requires_grad:
+                return True
+            (gradient,) = torch.autograd.grad(output.sum(), x, allow_unused=True)
+        return gradient is None
+
+    return guarded(model, has_no_path)
+
+
+@contextmanager
+def _constant(layer: nn.Module) -> Iterator[None]:
+    handle = layer.register_forward_hook(lambda module, args, output: output.detach())
+    try:
+        yield
+    finally:
+        handle.remove()

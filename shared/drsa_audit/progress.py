@@ -1,0 +1,69 @@
+"""What a long run tells while it works: steps with an estimate of their time, bars, notes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from tqdm.auto import tqdm
+
+_T = TypeVar("_T")
+
+
+class Progress:
+    """Steps with their times.
+
+    Parameters
+    ----------
+    shown : bool, optional
+        Whether to write to stderr. Default: only if it is a terminal, so that a pipe or a log stays quiet.
+
+    Attributes
+    ----------
+    seconds : dict
+        Time of each step so far.
+    notes : list of str
+        What the user should know of the result; also shown at once, whatever `shown` says, by the command.
+    """
+
+    def __init__(self, shown: bool | None = None) -> None:
+        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    @contextmanager
+    def step(self, name: str, what: str, estimate: float | None = None) -> Iterator[None]:
+        """Time a step; `what` is shown before it, with the estimate in seconds."""
+        if self.shown:
+            about = "" if estimate is None else f": about {duration(estimate)}"
+            tqdm.write(f"{what}{about}", file=sys.stderr)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def bar(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterable[_T]:
+        """The items, with a bar that says how long the rest will take."""
+        bar: Iterable[_T] = tqdm(
+            items, total=total, unit=unit, leave=False, disable=not self.shown, file=sys.stderr
+        )
+        return bar
+
+    def note(self, text: str) -> None:
+        """Something to know of the result; the same text is kept once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            if self.shown:
+                tqdm.write(f"note: {text}", file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: "5 s", "3 min", "1 h 20 min"."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,208 @@
+"""The verdict in sentences: what the model relies on, how sure that is, and what to be careful about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..findings import Outlier, TwoGroups, outliers, share_against, shares, two_groups
+from ..record import AuditRecord
+from ..steps import Explained
+
+#: Fewer images than these are few.
+FEW_TRAIN, FEW_TEST = 30, 10
+#: Shares of relevance below or above which a reader should know.
+LOW_COVERAGE, HIGH_LOSS = 0.7, 0.05
+
+
+@dataclass(frozen=True)
+class Caution:
+    """Something to be careful about, in one or two sentences; names of concepts stand as {S0}, {S1}, …"""
+
+    text: str
+    concept: int | None = None
+    images: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a hurried reader must know.
+
+    Attributes
+    ----------
+    lead : str
+        What the model relies on.
+    facts : list of str
+        How stable, how much is covered, whether concepts matter.
+    look_first : list of Caution
+        What may be a shortcut.
+    cautions : list of Caution
+    shares : tensor, shape (K,)
+    groups, outliers
+        What `drsa_audit.findings` found.
+    """
+
+    lead: str
+    facts: list[str]
+    look_first: list[Caution]
+    cautions: list[Caution]
+    shares: Tensor
+    groups: list[TwoGroups]
+    outliers: list[Outlier]
+
+
+def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
+    """The verdict of an audit."""
+    relevance, n_images = explained.relevance, len(explained)
+    of_concepts = shares(relevance)
+    groups = two_groups(relevance)
+    reference = torch.tensor(record.train_relevance or relevance.tolist())
+    unusual = outliers(relevance, reference)
+    n_right = int((explained.rank == 1).sum())
+    name = record.target["name"]
+    listed = _listed([f"{{S{k}}} ({share:.0%})" for k, share in enumerate(of_concepts.tolist())])
+    lead = (
+        f"The model predicts “{name}” for {n_right} of {n_images} test images. "
+        f"Its evidence for that class splits into {len(of_concepts)} concepts: {listed}."
+    )
+    first = [_of_group(group, n_images) for group in groups]
+    return Verdict(
+        lead,
+        [*_stability_facts(record), *_coverage_facts(explained.certificate), *_effect_facts(record)],
+        first,
+        _cautions(record, explained, unusual, n_right),
+        of_concepts,
+        groups,
+        unusual,
+    )
+
+
+def _of_group(group: TwoGroups, n_images: int) -> Caution:
+    listed = _listed([f"{{S{k}}}" for k in group.concepts])
+    one = len(group.concepts) == 1
+    text = (
+        f"{listed} {'is' if one else 'are'} either there or not: {'it carries' if one else 'they carry'} "
+        f"{group.share_there:.0%} of the evidence in {len(group.images)} of {n_images} images and "
+        f"{group.share_elsewhere:.0%} in the others. Look at what these images share. If it does not belong "
+        "to the class (a watermark, a frame, a background), the model has learned a shortcut."
+    )
+    return Caution(text, group.concepts[0], group.images)
+
+
+def _stability_facts(record: AuditRecord) -> list[str]:
+    found = record.stability
+    if found is None:
+        return ["It was not tested whether the concepts come back in other fits."]
+    if not found["beats_chance"]:
+        return ["Stable: no. Fits to evidence that is shuffled over the images come out as good as these."]
+    n_stable, n_all = sum(found["is_stable"]), len(found["is_stable"])
+    lowest, highest = min(found["index"]), max(found["index"])
+    how = f"stability {lowest:.2f} to {highest:.2f}, {found['threshold']:.2f} is needed"
+    if n_stable == n_all:
+        return [f"Stable: all {n_all} concepts come back when the fit is repeated on other images ({how})."]
+    return [f"Stable: {n_stable} of {n_all} concepts come back when the fit is repeated ({how})."]
+
+
+def _coverage_facts(certificate: dict[str, Any]) -> list[str]:
+    share = certificate.get("share_of_score")
+    lost = (certificate.get("on_zero_activations") or 0.0) + (certificate.get("around_the_layer") or 0.0)
+    held = f"{1 - lost:.0%} of the evidence passes through the concepts"
+    if share is None:
+        return [f"Coverage: {held}."]
+    return [f"Coverage: {held}, and the maps add up to {share:.0%} of the model's score."]
+
+
+def _effect_facts(record: AuditRecord) -> list[str]:
+    facts = []
+    if record.ablation:
+        facts.append(
+            "Effect: taking concepts out of the network changes its score as their relevance says, with a "
+            f"correlation of {record.ablation['correlation']:.2f} (1 would be perfect)."
+        )
+    if record.flipping:
+        curves = record.flipping["curves"]
+        ours, chance = curves["concepts"]["aupc"], curves["random"]["aupc"]
+        if chance > 0:
+            faster = "faster" if ours < chance else "no faster"
+            facts.append(
+                f"Pixels: removing what the maps point at makes the score fall {faster} than removing "
+                f"patches at random (area under the curve {ours:.2f} against {chance:.2f})."
+            )
+    return facts
+
+
+def _cautions(
+    record: AuditRecord, explained: Explained, unusual: list[Outlier], n_right: int
+) -> list[Caution]:
+    found: list[Caution] = []
+    if record.stability and not all(record.stability["is_stable"]):
+        weak = [k for k, stable in enumerate(record.stability["is_stable"]) if not stable]
+        listed = _listed([f"{{S{k}}}" for k in weak])
+        verb = "does" if len(weak) == 1 else "do"
+        found.append(
+            Caution(f"{listed} {verb} not come back in other fits: give no name and draw no conclusion.")
+        )
+    if unusual:
+        n = len(unusual)
+        what = "image has an" if n == 1 else "images have an"
+        found.append(
+            Caution(
+                f"{n} test {what} unusual mixture of concepts; see “Unusual images”.",
+                images=[outlier.image for outlier in unusual],
+            )
+        )
+    found += _method_cautions(record, explained.certificate)
+    if n_right < 0.7 * len(explained):
+        found.append(
+            Caution(
+                f"The model predicts the class for only {n_right} of {len(explained)} test images: check "
+                "that images, class and preprocessing belong together."
+            )
+        )
+    against = share_against(explained.relevance)
+    if against > 0.25:
+        found.append(
+            Caution(f"{against:.0%} of what the concepts hold counts against the class; shares leave it out.")
+        )
+    if record.n_train < FEW_TRAIN or len(explained) < FEW_TEST:
+        found.append(
+            Caution(
+                f"Concepts were learned from {record.n_train} images and shown on {len(explained)}; with "
+                f"fewer than {FEW_TRAIN} and {FEW_TEST} they may be those of a few pictures."
+            )
+        )
+    return found + [Caution(_plain(note)) for note in record.notes]
+
+
+def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[Caution]:
+    found = []
+    around, lost = certificate.get("around_the_layer") or 0.0, certificate.get("on_zero_activations") or 0.0
+    if around > HIGH_LOSS:
+        found.append(Caution(f"{around:.0%} of the evidence goes around the layer, and is in no map."))
+    if lost > HIGH_LOSS:
+        found.append(Caution(f"{lost:.0%} of the evidence sits on zero activations, and is in no map."))
+    share = certificate.get("share_of_score")
+    if share is not None and not LOW_COVERAGE <= share <= 2 - LOW_COVERAGE:
+        found.append(
+            Caution(
+                f"The maps add up to {share:.0%} of the score: biases and stabilisers hold the difference."
+            )
+        )
+    if record.ablation and record.ablation["correlation"] < 0.5:
+        found.append(
+            Caution("Taking concepts out of the network has another effect than their relevance says.")
+        )
+    return found
+
+
+def _listed(items: list[str]) -> str:
+    """ "a, b and c"."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _plain(text: str) -> str:
+    """Braces are for names of concepts."""
+    return text.replace("{", "(").replace("}", ")")

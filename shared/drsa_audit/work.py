@@ -1,0 +1,92 @@
+"""The folder in which a run keeps what it has done, so that an interrupted one goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from drsa_core.atomic_files import write_atomically
+
+from .errors import BadInput
+
+
+class Work:
+    """A folder of results, each under a name that holds a digest of what decided it.
+
+    Another setting gives another name: what is still right is used again, and nothing is ever mixed.
+
+    Parameters
+    ----------
+    folder : path
+        Made if it is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"cannot make the folder {folder} ({error.strerror}); name another one") from error
+        check_writable(folder)
+
+    def place(self, name: str, decided_by: Mapping[str, Any], suffix: str = "") -> Path:
+        """Where a result with these settings lies, or will lie."""
+        return self.folder / f"{name}-{digest(decided_by)}{suffix}"
+
+    def remembered(self, name: str, decided_by: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+        """A JSON value that is made once."""
+        file = self.place(name, decided_by, ".json")
+        if not file.exists():
+            write_json(file, make())
+        return read_json(file)
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """Twelve hexadecimal digits that stand for the settings."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def files_digest(files: list[Path]) -> str:
+    """Stands for the content of files, in their order."""
+    total = hashlib.sha256()
+    for file in files:
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def read_json(file: Path) -> Any:
+    """A JSON file; `BadInput` with its path if it is damaged or not there."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadInput(f"there is no file {file}") from error
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} cannot be read as JSON: {error}") from error
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write the whole file or nothing."""
+    write_atomically(file, [json.dumps(content, indent=1, ensure_ascii=False).encode()])
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which no file can be made, before any work is done."""
+    probe = folder / f".drsa-{digest({'folder': folder})}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadInput(f"cannot write to {folder} ({error.strerror}); name another place") from error
+
+
+def check_out(file: Path) -> None:
+    """Refuse a file that cannot be written, before any work is done."""
+    if file.is_dir():
+        raise BadInput(f"{file} is a folder; give the name of a file in it")
+    if not file.absolute().parent.is_dir():
+        raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
+    check_writable(file.absolute().parent)

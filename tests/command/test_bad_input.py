@@ -1,0 +1,164 @@
+"""Bad input, case by case: one line on stderr, exit code 2, and nothing half-written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from drsa_core import Subspaces
+
+from .running import files_in, refused, succeeded
+from .tiny import INPUT, MODEL, pictures
+
+
+def audit_words(folders: tuple[Path, Path], out: Path) -> list[str | Path]:
+    return ["--train", folders[0], "--test", folders[1], "--target", "blobs", "--out", out]
+
+
+@pytest.fixture
+def words(folders, tmp_path) -> list[str | Path]:
+    return [*INPUT, *audit_words(folders, tmp_path / "report.html")]
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "expected"),
+    [
+        (MODEL, ["--layer", "44"], "has no layer '44'; did you mean '4'"),
+        (MODEL, ["--target", "7"], "the model has the classes 0 to 2, got 7"),
+        (MODEL, ["--target", "blob"], "has no class 'blob' that is known by name; did you mean 'blobs'?"),
+        (MODEL, ["--weights", "nowhere.pt"], "there is no file nowhere.pt with weights"),
+        (MODEL, ["--mean", "0.1,0.2"], "must be one number, or three with commas"),
+        (MODEL, ["--std", "0"], "std positive"),
+        (MODEL, ["--device", "cuda:99"], "the device 'cuda:99' cannot be used"),
+        (MODEL, ["--subspaces", "99"], "'auto' or a number from 1 to 16, got 99"),
+        (MODEL, ["--subspaces", "many"], "'many' must be a number of concepts, or auto"),
+        (MODEL, ["--backend", "lime"], "'lime' is not one of"),
+        (MODEL, ["--train", "nowhere"], "there is no folder nowhere"),
+        ("tests.command.tiny:failing", [], "could not be made: RuntimeError: the checkpoint is gone"),
+        ("tests.command.tiny:nothing", [], "has no function 'nothing'"),
+        ("no_such_module:factory", [], "cannot import 'no_such_module'"),
+        ("resnet5", [], "neither torchvision nor timm has a model 'resnet5'; did you mean resnet50"),
+        ("nowhere.safetensors", [], "there is no file nowhere.safetensors"),
+    ],
+)
+def test_model_and_settings(words, tmp_path, model: str, extra: list[str], expected: str) -> None:
+    line = refused("audit", model, *words, *extra)
+    assert expected in line
+    assert not files_in(tmp_path) or "--subspaces" in extra  # pairs are collected before the fit
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_half_of_mean_and_std(folders, tmp_path) -> None:
+    rest = audit_words(folders, tmp_path / "report.html")
+    assert "give --mean and --std together" in refused("audit", MODEL, "--mean", "0.5", *rest)
+
+
+def test_weights_of_another_model(words, tmp_path) -> None:
+    torch.save({"other": torch.zeros(2)}, tmp_path / "other.pt")
+    line = refused("audit", MODEL, *words, "--weights", tmp_path / "other.pt")
+    assert f"the weights {tmp_path / 'other.pt'} do not fit {MODEL}" in line
+    (tmp_path / "broken.safetensors").write_bytes(b"no tensors")
+    assert "do not fit" in refused("audit", MODEL, *words, "--weights", tmp_path / "broken.safetensors")
+
+
+def test_a_folder_without_images(folders, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("no picture")
+    rest = [*audit_words(folders, tmp_path / "report.html"), "--train", tmp_path / "empty"]
+    assert f"no images (.bmp, .jpeg, .jpg, .png, .ppm, .webp) in {tmp_path / 'empty'}" in refused(
+        "audit", MODEL, *INPUT, *rest
+    )
+
+
+def test_class_folders_without_the_class(folders, tmp_path) -> None:
+    pictures(tmp_path / "train", 2, ("1_bars", "2_noise"))
+    rest = [*audit_words(folders, tmp_path / "report.html"), "--train", tmp_path / "train"]
+    line = refused("audit", MODEL, *INPUT, *rest)
+    assert "holds the class folders 1_bars, 2_noise, none of which is of blobs (0)" in line
+
+
+def test_unreadable_images_are_named_skipped_and_counted(folders, tmp_path) -> None:
+    train = pictures(tmp_path / "train", 6, ("0_blobs",))
+    (train / "0_blobs" / "00.png").write_bytes(b"not a picture")
+    out = tmp_path / "blobs.safetensors"
+    rest = ("--layer", "4", "--target", "0", "--subspaces", 2, "--no-stability", "--out", out)
+    result = succeeded("fit", MODEL, *INPUT, "--train", train, *rest)
+    assert f"1 of 6 images cannot be read and were skipped: {train / '0_blobs' / '00.png'}" in result.stderr
+    assert out.is_file()
+
+
+def test_no_readable_image(folders, tmp_path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "00.png").write_bytes(b"not a picture")
+    rest = [*audit_words(folders, tmp_path / "report.html"), "--train", tmp_path / "train"]
+    assert "none of the 1 photographs can be read" in refused("audit", MODEL, *INPUT, *rest)
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [("missing/report.html", "there is no folder"), ("folder", "is a folder; give the name of a file in it")],
+)
+def test_places_that_cannot_be_written(folders, tmp_path, out: str, expected: str) -> None:
+    (tmp_path / "folder").mkdir()
+    line = refused("audit", MODEL, *INPUT, *audit_words(folders, tmp_path / out))
+    assert expected in line
+
+
+def test_no_write_access(folders, tmp_path, monkeypatch) -> None:
+    def denied(self: Path, *args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", denied)  # as root, every folder can be written to
+    line = refused("audit", MODEL, *INPUT, *audit_words(folders, tmp_path / "report.html"))
+    assert f"cannot write to {tmp_path} (Permission denied)" in line
+    assert not files_in(tmp_path)
+
+
+def test_subspaces_of_another_model_are_refused_unless_forced(folders, tmp_path) -> None:
+    fitted = tmp_path / "blobs.safetensors"
+    rest = ("--layer", "4", "--target", "0", "--subspaces", 2, "--no-stability", "--out", fitted)
+    succeeded("fit", MODEL, *INPUT, "--train", folders[0], *rest)
+    other = "tests.command.tiny:other_network"
+    images = ("--images", folders[1] / "0_blobs")
+    line = refused("explain", other, *INPUT, "--subspaces", fitted, *images, "--out", tmp_path / "maps")
+    assert "the subspaces were made for something else: model: weights" in line
+    assert "--force uses them all the same" in line
+    assert not list((tmp_path / "maps").rglob("*.png"))
+    succeeded("explain", other, *INPUT, "--subspaces", fitted, *images, "--out", tmp_path / "maps", "--force")
+    line = refused(
+        "explain", MODEL, *INPUT, "--subspaces", fitted, *images, "--target", "1", "--out", tmp_path / "m"
+    )
+    assert "target: 0 there, 1 here" in line
+
+
+def test_files_that_hold_no_subspaces(folders, tmp_path) -> None:
+    images = ("--images", folders[1] / "0_blobs", "--out", tmp_path / "maps")
+    assert "no file at" in refused("explain", MODEL, *INPUT, "--subspaces", "nowhere.safetensors", *images)
+    (tmp_path / "x.safetensors").write_bytes(b"no tensors")
+    assert "not a whole safetensors file" in refused(
+        "explain", MODEL, *INPUT, "--subspaces", tmp_path / "x.safetensors", *images
+    )
+    Subspaces(torch.eye(16), [8, 8]).save(tmp_path / "bare.safetensors")
+    assert "does not say which class it is for" in refused(
+        "explain", MODEL, *INPUT, "--subspaces", tmp_path / "bare.safetensors", *images
+    )
+
+
+def test_names_and_work_folders_that_do_not_fit(finished, tmp_path) -> None:
+    out = ("--out", tmp_path / "report.html")
+    assert "holds no finished audit" in refused("report", tmp_path, *out)
+    for text, expected in {
+        '{"S9": "x"}': "no block is named 'S9'",
+        '["one"]': "names must be 2 different strings",
+        '{"S1": 3}': "must hold a list of names",
+        "{": "cannot be read as JSON",
+    }.items():
+        (tmp_path / "names.json").write_text(text)
+        assert expected in refused("report", finished.work, "--names", tmp_path / "names.json", *out)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_an_unknown_command_and_a_missing_option() -> None:
+    assert "No such command 'adit'" in refused("adit")
+    assert "Missing option '--train'" in refused("audit", MODEL)

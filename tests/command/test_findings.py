@@ -1,0 +1,83 @@
+"""What the numbers say: shares, two groups of images, unusual images, areas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drsa_audit.findings import half_area, mixtures, outliers, share_against, shares, two_groups
+
+
+def spread(n_images: int, n_concepts: int, seed: int = 0) -> torch.Tensor:
+    """Relevance whose mixtures vary smoothly."""
+    generator = torch.Generator().manual_seed(seed)
+    return 1 + 0.3 * torch.randn(n_images, n_concepts, generator=generator).clamp(-2, 2)
+
+
+def test_shares_are_those_of_positive_relevance() -> None:
+    relevance = torch.tensor([[3.0, 1.0], [0.0, -2.0]])
+    assert shares(relevance).tolist() == [0.75, 0.25]
+    assert mixtures(relevance).tolist() == [[0.75, 0.25], [0.5, 0.5]]  # nothing positive: no concept leads
+    assert share_against(relevance) == pytest.approx(2 / 6)
+
+
+def test_a_concept_that_is_there_or_not_is_found_with_its_images() -> None:
+    relevance = spread(20, 3)
+    relevance[:, 2] = 0.05
+    relevance[[1, 4, 5, 9, 13], 2] = 4.0
+    (found,) = two_groups(relevance)
+    assert found.concepts == (2,)
+    assert found.images == [1, 4, 5, 9, 13]
+    expected = mixtures(relevance)[:, 2]
+    assert found.share_there == pytest.approx(float(expected[found.images].mean()))
+    rest = [n for n in range(20) if n not in found.images]
+    assert found.share_elsewhere == pytest.approx(float(expected[rest].mean()))
+
+
+def test_concepts_of_the_same_images_are_one_finding() -> None:
+    relevance = torch.full((20, 3), 0.02)
+    relevance[:, 2] = 1.0
+    relevance[:8, 0] = 1.0
+    relevance[:8, 1] = 0.9
+    (found,) = two_groups(relevance)
+    assert set(found.concepts) == {0, 1}
+    assert found.images == list(range(8))
+
+
+def test_a_concept_that_is_left_where_others_are_missing_is_no_finding() -> None:
+    relevance = torch.full((20, 2), 0.0)
+    relevance[:, 0] = 1.0
+    relevance[:10, 1] = 10.0
+    (found,) = two_groups(relevance)  # the first one has 9 % and 100 %, but always the same relevance
+    assert found.concepts == (1,)
+    assert two_groups(torch.full((10, 2), -1.0)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_smooth_spread_is_no_finding(seed: int) -> None:
+    assert two_groups(spread(24, 4, seed)) == []
+
+
+def test_two_images_are_too_few_for_a_group() -> None:
+    relevance = spread(20, 3)
+    relevance[:, 2] = 0.01
+    relevance[[3, 7], 2] = 5.0
+    assert two_groups(relevance) == []
+
+
+def test_an_unusual_mixture_is_an_outlier() -> None:
+    usual = spread(40, 3)
+    images = spread(10, 3, seed=1)
+    images[6] = torch.tensor([0.1, 0.1, 6.0])
+    (found,) = outliers(images, usual)
+    assert (found.image, found.concept) == (6, 2)
+    assert found.share == pytest.approx(6 / 6.2, abs=1e-6)  # float32 entries
+    assert outliers(spread(10, 3, seed=2), usual) == []
+
+
+def test_half_of_a_map_lies_on_the_smallest_part_that_holds_it() -> None:
+    maps = torch.zeros(2, 10, 10)
+    maps[0, 0, :4] = torch.tensor([5.0, 1.0, 1.0, 1.0])
+    maps[1] = 1.0
+    maps[1, 0, 0] = -50.0  # what counts against is left out
+    assert half_area(maps).tolist() == pytest.approx([0.01, 0.5])
+    assert half_area(torch.zeros(1, 4, 4)).isnan().all()

@@ -1,0 +1,137 @@
+"""The page as text: nothing from outside, nothing that breaks out, not too large."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from drsa_audit.record import AuditRecord
+from drsa_audit.report import make_verdict, render
+from drsa_audit.report.charts import Line, line_chart
+from drsa_audit.report.colours import concept_colours
+from drsa_audit.report.pictures import crop_box, packed, shrunk
+from drsa_audit.steps import Explained, load_explained
+from drsa_core import Subspaces
+
+
+@pytest.fixture(scope="module")
+def parts(finished) -> tuple[AuditRecord, Explained, Subspaces]:
+    record = AuditRecord.load(finished.work)
+    explained = load_explained(finished.work / record.explained)
+    return record, explained, Subspaces.load(finished.work / record.subspaces)
+
+
+def test_nothing_comes_from_outside(finished) -> None:
+    text = finished.report.read_text()
+    assert "http://" not in text
+    assert not re.findall(r"https?://(?!www\.w3\.org)", text)
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert all(source.startswith(("data:", "#")) for source in sources)
+    assert "default-src 'none'" in text
+
+
+def test_what_users_name_cannot_break_out_of_the_page(parts) -> None:
+    record, explained, subspaces = parts
+    evil = '</script><img src=x onerror="alert(1)">'
+    changed = replace(record, target={**record.target, "name": evil}, notes=[evil, "{S0} {x}"])
+    names = [evil, "S2"]
+    files = replace(explained, names=[evil, *explained.names[1:]])
+    text = render(changed, files, subspaces.renamed(names))
+    assert evil not in text
+    assert "<img src=x" not in text
+    assert text.count("<script") == render(record, explained, subspaces).count("<script")
+
+
+def test_forty_photographs_with_four_concepts_stay_below_15_megabytes(parts) -> None:
+    record, _, _ = parts
+    generator = torch.Generator().manual_seed(0)
+    n, k, side = 40, 4, 224
+    # Noise compresses worst of all.
+    explained = Explained(
+        names=[f"{i}.jpg" for i in range(n)],
+        pixels=torch.rand(n, 3, side, side, generator=generator),
+        maps=torch.randn(n, k, side, side, generator=generator),
+        whole=torch.randn(n, side, side, generator=generator),
+        relevance=torch.rand(n, k, generator=generator),
+        score=torch.rand(n, generator=generator),
+        rank=torch.ones(n, dtype=torch.long),
+        predicted=torch.zeros(n, dtype=torch.long),
+        certificate=parts[1].certificate,
+    )
+    about = {
+        "index": [0.9] * k,
+        "is_stable": [True] * k,
+        "threshold": 0.8,
+        "null_mean": 0.6,
+        "beats_chance": True,
+    }
+    record = replace(record, train_relevance=[], other_classes={}, stability=about, ablation=None)
+    text = render(record, explained, Subspaces(torch.eye(8), [2] * k))
+    assert len(text.encode()) < 15e6
+
+
+def test_maps_are_packed_as_signed_bytes() -> None:
+    maps = torch.linspace(-2, 2, 2 * 112 * 112).reshape(2, 112, 112)
+    values = np.frombuffer(base64.b64decode(packed(maps, 1.0)), dtype=np.int8).reshape(2, 56, 56)
+    expected = (shrunk(maps) * 127).clamp(-127, 127).round()
+    assert np.array_equal(values, expected.numpy())
+    means = maps.reshape(2, 56, 2, 56, 2).mean((2, 4))
+    torch.testing.assert_close(shrunk(maps), means, atol=1e-6, rtol=0)  # float32 sums of four values
+
+
+@pytest.mark.parametrize("place", [(0, 0), (5, 30), (39, 39), (20, 20)])
+def test_a_crop_lies_around_the_peak_inside_of_the_picture(place: tuple[int, int]) -> None:
+    relevance = torch.full((40, 40), -1.0)
+    relevance[place] = 3.0
+    top, left, side = crop_box(relevance)
+    assert side == 16
+    assert top <= place[0] < top + side
+    assert left <= place[1] < left + side
+    assert min(top, left) >= 0
+    assert max(top, left) + side <= 40
+
+
+def test_the_verdict_says_what_is_wrong(parts) -> None:
+    record, explained, _ = parts
+    stability = {
+        **(record.stability or {}),
+        "index": [0.9, 0.3],
+        "is_stable": [True, False],
+        "beats_chance": True,
+    }
+    lost = {**explained.certificate, "around_the_layer": 0.3, "share_of_score": 0.4}
+    changed = replace(explained, certificate=lost, rank=torch.full((6,), 2))
+    verdict = make_verdict(replace(record, stability=stability, notes=["a note"]), changed)
+    texts = " ".join(caution.text for caution in verdict.cautions)
+    for expected in (
+        "{S1} does not come back",
+        "30% of the evidence goes around the layer",
+        "add up to 40% of the score",
+        "for only 0 of 6 test images",
+        "learned from 8 images",
+        "a note",
+    ):
+        assert expected in texts
+    assert "1 of 2 concepts come back" in verdict.facts[0]
+    chance = replace(record, stability={**stability, "is_stable": [False, False], "beats_chance": False})
+    assert "Stable: no." in make_verdict(chance, explained).facts[0]
+
+
+def test_charts_say_what_they_show() -> None:
+    text = line_chart(
+        [Line("<a>", [0, 1], [1, 2], "one"), Line("b", [0, 1], [3, 3], "two")], "x", "y", 'it "is"'
+    )
+    assert 'aria-label="it &#34;is&#34;"' in text
+    assert "&lt;a&gt;" in text
+    assert text.count("<polyline") == 2
+    assert line_chart([Line("flat", [0], [0], "one")], "x", "y", "flat")  # one point has no extent
+
+
+def test_colours_are_different() -> None:
+    colours = concept_colours(16)
+    assert len({colour.code for colour in colours}) == 16
+    assert colours[0].rgb == (0xD5, 0x5E, 0x00)
