@@ -335,6 +335,9 @@ def _check_input(input: object) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a tensor, got {type(input).__name__}; use torch.as_tensor(input)")
     if not input.is_floating_point():
-        raise TypeError(f"input must be floating point, got {input.dtype}; convert it with .float()")
+        raise TypeError(
+            f"input must be floating point, got {input.dtype}; convert it with .float(). Token ids have no "
+            "relevance: explain word embeddings, as TransformersModel takes them"
+        )
     if input.ndim == 0 or not len(input):
         raise ValueError(f"input must hold at least one example, got shape {tuple(input.shape)}")

@@ -95,9 +95,14 @@ CANONIZERS = {
     "timm densenet": (lambda: normed("densenet121", block_config=(2, 2, 2, 2)), TIMM),
     "timm convnext": (lambda: normed("convnext_atto"), TIMM),
 }
+TRANSFORMERS = {
+    "torchvision vit": lambda: tv.VisionTransformer(64, 16, 1, 2, 32, 64, num_classes=10),
+    "torchvision swin": lambda: tv.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [4, 4], num_classes=10),
+    "timm swin": lambda: timm.models.SwinTransformer(
+        64, 4, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4, num_classes=10
+    ),
+}
 OTHERWISE = {
-    "torchvision vit": (lambda: tv.VisionTransformer(64, 16, 1, 2, 32, 64, num_classes=10), "attention"),
-    "swin": (lambda: tv.SwinTransformer([4, 4], 16, [1, 1], [2, 2], [4, 4], num_classes=10), "attention"),
     "encoder": (transformer, "attention"),
     "mixer": (
         lambda: timm.models.MlpMixer(10, img_size=64, patch_size=32, num_blocks=1, embed_dim=32),
@@ -149,6 +154,16 @@ def test_nfnets_are_sent_to_their_composite():
     assert examine(model, NFNetGamma(float(x.min()), float(x.max()))).ok
 
 
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_are_sent_to_their_composite(name):
+    torch.manual_seed(0)
+    model = TRANSFORMERS[name]().eval()
+    nn.init.normal_(next(p for p in reversed(list(model.parameters())) if p.ndim == 2))  # may be zeros
+    suggestion = str(examine(model, EpsilonPlus()).suggestion)
+    assert "use zennit_drsa.TransformerGamma()" in suggestion
+    assert examine(model, zennit_drsa.TransformerGamma()).ok
+
+
 def test_rules_that_the_users_composite_lacks_are_suggested():
     torch.manual_seed(0)
     model = settled(tv.resnet18(num_classes=10))
@@ -176,15 +191,11 @@ def test_where_lrp_has_no_rules_another_method_is_named_and_runs(name):
     build, reason = OTHERWISE[name]
     torch.manual_seed(0)
     model = build().eval()
-    # torchvision's ViT starts with a head of zeros.
-    for parameter in model.parameters():
-        if parameter.ndim == 2 and not bool(parameter.any()):
-            nn.init.normal_(parameter)
     suggestion = str(examine(model, EpsilonPlus()).suggestion)
     assert reason in suggestion
     assert "DisentangledAttribution(captum.attr.InputXGradient(model), layer, subspaces)" in suggestion
     x = image(64, n=2)
-    layer = {"encoder": "2.layers.0.norm2", "torchvision vit": "encoder.ln"}.get(name, "norm")
+    layer = {"encoder": "2.layers.0.norm2"}.get(name, "norm")
     (width,) = model.get_submodule(layer).normalized_shape
     subspaces = Subspaces(torch.eye(width), [width // 2, width // 2])
     attribution = DisentangledAttribution(captum_attr.InputXGradient(model), layer, subspaces, channel_dim=-1)

@@ -1,4 +1,4 @@
-"""LRP on timm's VisionTransformer, written out formula by formula: slow, without autograd and without hooks.
+"""LRP on vision transformers as timm builds them, written out formula by formula: slow, without autograd and without hooks.
 
 Every function returns its value and a function from the relevance of that value to those of its inputs.
 Contributions u_jk = a_j w_jk are built as tensors, whatever their size. What position embeddings and prefix
@@ -68,10 +68,18 @@ def norm(layer: Any, x: Tensor) -> tuple[Tensor, Back]:
     return y, lambda relevance: (contributions * over(relevance, y)[..., None]).sum(-2)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, reading: str, q_is_learned: bool) -> tuple[Tensor, Back]:
-    """One head at a time, o_ij = Σ_t A_it v_tj; relevance of q, k and v."""
-    scale = q.shape[-1] ** -0.5
-    logits = scale * torch.einsum("...id,...td->...it", q, k)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reading: str,
+    q_is_learned: bool,
+    bias: Tensor | float = 0.0,
+    scale: float | None = None,
+) -> tuple[Tensor, Back]:
+    """One head at a time, o_ij = Σ_t A_it v_tj; relevance of q, k and v. The bias of the logits takes none."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * torch.einsum("...id,...td->...it", q, k) + bias
     weights = logits.exp() / logits.exp().sum(-1, keepdim=True)
     o = torch.einsum("...it,...tj->...ij", weights, v)
 
@@ -101,7 +109,9 @@ def unheads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(len(x), x.shape[2], -1)
 
 
-def self_attention(m: Any, x: Tensor, reading: str, gamma: float) -> tuple[Tensor, Back]:
+def self_attention(
+    m: Any, x: Tensor, reading: str, gamma: float, bias: Tensor | float = 0.0
+) -> tuple[Tensor, Back]:
     """timm's `Attention`; q, k and v are rows of one weight."""
     rows = m.qkv.weight.chunk(3)
     biases = (None,) * 3 if m.qkv.bias is None else m.qkv.bias.chunk(3)
@@ -110,7 +120,7 @@ def self_attention(m: Any, x: Tensor, reading: str, gamma: float) -> tuple[Tenso
     )
     q, q_norm = norm(m.q_norm, heads(q0, m.num_heads))
     k, k_norm = norm(m.k_norm, heads(k0, m.num_heads))
-    o, attend = attention(q, k, heads(v0, m.num_heads), reading, False)
+    o, attend = attention(q, k, heads(v0, m.num_heads), reading, False, bias)
     z, project = module(m.proj, unheads(o), gamma)
 
     def back(relevance: Tensor) -> Tensor:
@@ -124,7 +134,7 @@ def self_attention(m: Any, x: Tensor, reading: str, gamma: float) -> tuple[Tenso
 def mlp(m: Any, x: Tensor, reading: str, gamma: float) -> tuple[Tensor, Back]:
     """Two layers and an activation that passes relevance; with a gate for `GluMlp`."""
     hidden, first = module(m.fc1, x, gamma)
-    if type(m).__name__ == "Mlp":
+    if m.fc2.weight.shape[1] == m.fc1.weight.shape[0]:
         z, second = module(m.fc2, m.act(hidden), gamma)
         return z, lambda relevance: first(second(relevance))
     gate, signal = hidden.chunk(2, -1)  # SwiGLUPacked: act(first half) ⊙ second half

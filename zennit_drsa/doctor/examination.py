@@ -239,7 +239,10 @@ def _relative_change(output: Tensor, original: Tensor) -> float:
 def _check_output(output: object, batch: int) -> Tensor:
     wish = "the model's output must be one tensor of shape (N, classes)"
     if not isinstance(output, Tensor):
-        raise TypeError(f"{wish}, got {type(output).__name__}; wrap the model so that it returns the logits")
+        raise TypeError(
+            f"{wish}, got {type(output).__name__}; wrap the model so that it returns the logits, one of "
+            "transformers by TransformersModel"
+        )
     if output.ndim != 2 or len(output) != batch or not output.shape[1]:
         hint = "; add the axis of classes, as in output[:, None]" if output.ndim == 1 else ""
         raise ValueError(f"{wish}, got {tuple(output.shape)} for {batch} examples{hint}")

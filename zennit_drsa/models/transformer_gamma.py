@@ -92,6 +92,11 @@ class TransformerGamma(Composite):  # type: ignore[misc]
             return None
         is_first, ctx["is_first"] = ctx["is_first"], False
         if is_first and self._first is not None:
+            if not isinstance(module, Convolution):
+                raise ValueError(
+                    f"the first layer with weights is {name}, a {type(module).__name__}, and not a convolution "
+                    "over pixels, for which the bounds of z^B are; leave out low=, high=, mean= and std="
+                )
             return self._first
         return GeneralizedGamma(self._gammas.of(name, module in ctx["above"]), threshold=SMALLEST)
 
