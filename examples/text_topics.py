@@ -208,9 +208,8 @@ def main() -> None:
         results = []
         for seed in range(first_seed, first_seed + options.seeds):
             results.append(scores(model, tokenizer, layer, part, seed, *sizes))
-            print(
-                f"seed {seed}: " + ", ".join(f"{n} {v:.3f}" for n, (v, _) in results[-1].items()), flush=True
-            )
+            shares = ", ".join(f"{name} {share:.3f}" for name, (share, _) in results[-1].items())
+            print(f"seed {seed}: {shares}", flush=True)
         table(results)
 
     if options.settings:
