@@ -28,9 +28,9 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     Notes
     -----
     Above: the stability of each concept, a dot each, filled where it is stable, with the threshold (line) and
-    shuffled contexts (crosses). Middle: the largest correlation of two concepts; above the line, two of them
-    are parts of one. Below: the objective on the images of a fit and on images left out. The chosen K is
-    shaded.
+    shuffled contexts (crosses), which may be as stable. Middle: the largest correlation of two concepts; above the line, two of them
+    are parts of one. Below: the objective on the images of a fit, on images left out, and with shuffled
+    contexts, which it must exceed. The chosen K is shaded.
     """
     from matplotlib.figure import Figure
 
@@ -84,6 +84,7 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     objective.plot(
         ks, [c.held_out_objective for c in candidates], "s--", color="black", label="images left out"
     )
+    objective.plot(ks, [c.null_objective for c in candidates], "x:", color=_BAD, label="shuffled contexts")
     objective.set_ylabel("objective J")
     objective.set_xlabel("number of concepts K")
     objective.set_xticks(ks)

@@ -14,7 +14,7 @@ from ..parameters import Seed, as_int
 from ..subspaces import Subspaces
 from .agreement import correlations
 from .drsa import DRSA
-from .stability import MARGIN, Stability, check_images, stability
+from .stability import MARGIN, THRESHOLD, Stability, check_images, stability
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def choose_k(
     n_bootstraps: int = 5,
     n_starts: int = 1,
     n_shuffles: int = 1,
+    threshold: float = THRESHOLD,
     margin: float = MARGIN,
     patience: int | None = 2,
     random_state: Seed = 0,
@@ -102,7 +103,7 @@ def choose_k(
 
     Parameters
     ----------
-    pairs, n_bootstraps, n_starts, n_shuffles, margin, random_state, progress
+    pairs, n_bootstraps, n_starts, n_shuffles, threshold, margin, random_state, progress
         As in `stability`.
     solver : DRSA, optional
         As in `stability`, but `DRSA(balance=1)` by default: a concept counts as one however strong it is.
@@ -134,6 +135,7 @@ def choose_k(
             n_bootstraps=n_bootstraps,
             n_starts=n_starts,
             n_shuffles=n_shuffles,
+            threshold=threshold,
             margin=margin,
             random_state=random_state,
             progress=progress,

@@ -21,12 +21,10 @@ from .estimator import learn_subspaces
 from .repeated import Repeated, Run, mean_of_finite
 from .resampling import with_shuffled_contexts
 
-#: How far above the null a concept must be, as a part of the way from the null to 1.
-MARGIN = 0.5
-#: More than this is never asked of an index.
-ENOUGH = 0.75
+#: From which index on a concept is stable.
+THRESHOLD = 0.75
 #: How far the objective must exceed that of shuffled contexts, as a part of the latter.
-GAIN = 0.1
+MARGIN = 0.1
 #: Correlation of the relevance of two concepts above which they are parts of one.
 OVERLAP = 0.0
 #: Tolerance of the finish on all pairs: the start is good, and what is left to gain is no other concept.
@@ -51,9 +49,9 @@ class Stability:
         The same indices where the contexts are those of other images, ascending. They are far from 0:
         activations and contexts have a structure of their own.
     threshold : float
-        What every index must reach: from the least stable concept of the null (of the best shuffle),
-        `margin` of the way to 1, but never more than 0.75. Where shuffled contexts are as stable as this,
-        `beats_chance` decides.
+        From which index on a concept is stable.
+    margin : float
+        How far the objective must exceed that of shuffled contexts, as a part of the latter.
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
     objective, held_out_objective : float
@@ -70,6 +68,7 @@ class Stability:
     index: Tensor
     null: Tensor
     threshold: float
+    margin: float
     agreement: Tensor
     objective: float
     held_out_objective: float
@@ -98,7 +97,7 @@ class Stability:
         if an image's contexts belong to it is the objective higher than for shuffled ones.
         """
         reached = self.objective if math.isnan(self.held_out_objective) else self.held_out_objective
-        return reached >= (1 + GAIN) * self.null_objective
+        return reached >= (1 + self.margin) * self.null_objective
 
     @property
     def all_stable(self) -> bool:
@@ -148,6 +147,7 @@ def stability(
     n_bootstraps: int = 5,
     n_starts: int = 1,
     n_shuffles: int = 1,
+    threshold: float = THRESHOLD,
     margin: float = MARGIN,
     random_state: Seed = 0,
     progress: bool | None = None,
@@ -166,8 +166,11 @@ def stability(
         Fits on bootstraps over images, and fits on all images. Each has random starts of its own.
     n_shuffles : int
         How many times contexts are shuffled over images, for the null. Each has as many fits again.
+    threshold : float
+        From which index on a concept is stable, up to 1.
     margin : float
-        How far above the null is stable, from 0 (the null itself) to 1 (never).
+        How far the objective on images left out must exceed that of shuffled contexts, as a part of the
+        latter: otherwise no concept is stable.
     random_state : int, optional
         Seed of everything. The same seed gives the same result; None draws a new one.
     progress : bool, optional
@@ -186,7 +189,8 @@ def stability(
     begin = time.perf_counter()
     n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
     n_bootstraps, n_starts = as_int(n_bootstraps, "n_bootstraps", 1), as_int(n_starts, "n_starts", 0)
-    n_shuffles, margin = as_int(n_shuffles, "n_shuffles", 1), as_float(margin, "margin", 0, 1)
+    n_shuffles, margin = as_int(n_shuffles, "n_shuffles", 1), as_float(margin, "margin", 0)
+    threshold = as_float(threshold, "threshold", 0, 1)
     if n_bootstraps + n_starts < 2:
         raise ValueError("stability compares fits: n_bootstraps + n_starts must be at least 2")
     check_images(pairs)
@@ -209,7 +213,7 @@ def stability(
         for _ in range(n_shuffles):
             shuffled = with_shuffled_contexts(pairs, generator)
             null.append(fits(Repeated(shuffled, n_subspaces, solver)))
-    return _summary(pairs, solver, repeated, runs, null, margin, as_seed(random_state), begin)
+    return _summary(pairs, solver, repeated, runs, null, threshold, margin, as_seed(random_state), begin)
 
 
 def check_images(pairs: Pairs) -> None:
@@ -233,6 +237,7 @@ def _summary(
     repeated: Repeated,
     runs: Sequence[Run],
     null: Sequence[Sequence[Run]],
+    threshold: float,
     margin: float,
     seed: int | None,
     begin: float,
@@ -249,14 +254,13 @@ def _summary(
     agreement = torch.stack([match(of_runs, run.relevance)[1] for run in others])
     index = agreement.mean(0)
     of_null = torch.stack([_index(shuffled).sort().values for shuffled in null])
-    reached = float(of_null[:, 0].max())
-    threshold = min(reached + margin * (1 - reached), ENOUGH)
     metadata = {"index": index.tolist(), "threshold": threshold, "n_runs": len(runs)}
     return Stability(
         subspaces=subspaces.with_metadata(stability=metadata, history=finished.history),
         index=index,
         null=of_null,
         threshold=threshold,
+        margin=margin,
         agreement=agreement,
         objective=mean_of_finite([run.objective for run in runs]),
         held_out_objective=mean_of_finite([run.held_out for run in runs]),
