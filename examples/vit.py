@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from drsa_audit import Network, load_network, photo_files
@@ -42,19 +43,19 @@ def concepts_of(
     network: Network, x: Tensor, train: Tensor, target: int, options: argparse.Namespace
 ) -> Explanation:
     """Learn concepts at a block and explain one photograph (1, 3, H, W) by them."""
-    layer = options.layer or f"blocks.{(len(network.model.blocks) - 1) // 2}"
-    keywords = {} if options.gamma is None else {"gamma": options.gamma}
-    if options.attention is not None:
-        keywords["attention"] = options.attention
+    model: Any = network.model  # timm's attributes are not declared
+    layer = options.layer or f"blocks.{(len(model.blocks) - 1) // 2}"
+    given = {"gamma": options.gamma, "attention": options.attention}
+    keywords: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     composite = TransformerGamma(**keywords, layer=layer)
-    wrapped = DisentangledAttributor(Gradient(network.model, composite), layer, channel_dim=-1)
+    wrapped = DisentangledAttributor(Gradient(model, composite), layer, channel_dim=-1)
     wrapped.fit(
         train.split(4),
         target,
         DRSA(options.concepts, random_state=0),
         positions=options.positions,
         random_state=0,
-        skip_tokens=network.model.num_prefix_tokens,  # the class token stands for no place of the photograph
+        skip_tokens=model.num_prefix_tokens,  # the class token stands for no place of the photograph
     )
     return wrapped.explain(x, target)
 
@@ -96,7 +97,7 @@ def main() -> None:
     print(f"output {target}, {float(output[target]):.2f}; concepts of {layer} from {len(train)} images\n")
     print(explanation.certificate())
 
-    patch = network.model.patch_embed.patch_size[0]
+    model: Any = network.model
     figure = concept_maps(
         network.to_picture(x[0]),
         explanation.maps[0],
@@ -105,7 +106,7 @@ def main() -> None:
         title=f"output {target}: {float(output[target]):.2f} · {layer} · {explanation.provenance.method}"[
             :90
         ],
-        pool=patch,  # a transformer sees patches; inside of one, LRP is grain
+        pool=model.patch_embed.patch_size[0],  # a transformer sees patches; inside of one, LRP is grain
         overlay=True,
         scale="concepts",
     )

@@ -22,7 +22,7 @@ from captum.attr import InputXGradient, IntegratedGradients
 from drsa_audit import load_network
 from drsa_audit.images import ClassFolder, class_folders
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
-from drsa_core.evaluation import patch_flipping, summarise
+from drsa_core.evaluation import class_means, patch_flipping, summarise
 from drsa_core.solvers import Solver
 from PIL import Image
 from torch import Tensor, nn
@@ -70,7 +70,8 @@ class Study:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         network = load_network(str(options.weights))
-        self.model, self.output_of = network.model, network.output_of
+        self.model: Any = network.model  # timm's attributes are not declared
+        self.output_of = network.output_of
         self._remembered: dict[str, Tensor] = {}
 
     def photos(self, part: str, n_photos: int) -> list[Photo]:
@@ -203,15 +204,13 @@ class Study:
             ).with_provenance(None).save(file)
         return Pairs.load(file)
 
-    # ------------------------------------------------------------------ what was found
 
-    def table(self) -> None:
-        """Mean AUPC of all stages, over the photographs that all methods of a stage have."""
-        for stage in ("tune", "one", "concepts"):
-            files = sorted((self.options.out / stage).glob("*.json"))
-            found = {file.stem: json.loads(file.read_text()) for file in files}
-            for line in _table(stage, found):
-                print(line)
+def print_tables(out: Path) -> None:
+    """Mean AUPC of all stages, over the photographs that all methods of a stage have."""
+    for stage in ("tune", "one", "concepts"):
+        found = {file.stem: json.loads(file.read_text()) for file in sorted((out / stage).glob("*.json"))}
+        for line in _table(stage, found):
+            print(line)
 
 
 def _table(stage: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -227,11 +226,12 @@ def _table(stage: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for method in methods:
         mine = values[method]
         gaps = [a - b for a, b in zip(mine, values[methods[0]], strict=True)]
-        means = [
-            summarise([v for v, c in zip(mine, classes, strict=True) if c == k], [k] * classes.count(k)).mean
-            for k in sorted(set(classes))
+        means = class_means(mine, classes)
+        cells = [
+            str(summarise(mine, classes)),
+            str(summarise(gaps, classes)),
+            *(f"{means[name]:.2f}" for name in sorted(means)),
         ]
-        cells = [str(summarise(mine, classes)), str(summarise(gaps, classes)), *(f"{v:.2f}" for v in means)]
         yield f"| {method} | " + " | ".join(cells) + " |"
 
 
@@ -273,14 +273,14 @@ def main() -> None:
         "--n-pairs", type=int, default=20, help="training photographs per class to learn from"
     )
     options = parser.parse_args()
-    if options.stage != "table":
-        torch.set_num_threads(1)
+    if options.stage == "table":
+        print_tables(options.out)
+        return
+    torch.set_num_threads(1)
     study = Study(options)
     part = "train" if options.stage == "tune" else "val"
     photos = [p for p in study.photos(part, options.photos) if p.rank >= options.first]
-    if options.stage == "table":
-        study.table()
-    elif options.stage == "tune":
+    if options.stage == "tune":
         settings = [(reading, gamma) for gamma in GAMMAS for reading in READINGS]
         study.run("tune", photos, {f"{r} γ={g:g}": study.lrp(g, r) for r, g in settings})
     elif options.stage == "one":

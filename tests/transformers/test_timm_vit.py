@@ -72,7 +72,7 @@ def test_pixels_in_bounds(name):
     with torch.no_grad():
         expected = literal.explain(model, x, 3, "constant", 0.1, box=(-2.0, 2.0))
     for bounds in ({"low": -2.0, "high": 2.0}, {"mean": [0.5] * 3, "std": [0.25] * 3}):
-        found = explained(model, TransformerGamma(0.1, **bounds), x)
+        found = explained(model, TransformerGamma(0.1, "constant", **bounds), x)
         assert found.whole is not None
         assert close(found.whole, expected["pixels"])
 
@@ -170,7 +170,7 @@ def test_gamma_by_name_and_above_the_layer():
 def test_zennits_own_rules_on_the_canonical_form():
     model, x = small(), pictures()
     epsilon = explained(model, EpsilonPlus(epsilon=1e-12, canonizers=[TransformerCanonizer()]), x)
-    ours = explained(model, TransformerGamma(0.0), x)
+    ours = explained(model, TransformerGamma(0.0, "constant"), x)
     # Linear layers under ε → 0 are LRP-0; the convolution has another rule, so compare above it.
     assert close(epsilon.concept_relevance, ours.concept_relevance, 1e-6)
 

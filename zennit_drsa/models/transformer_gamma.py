@@ -17,6 +17,11 @@ from ..families import composite
 from ..rules import BoundedInput, GeneralizedGamma
 from .transformer import TransformerCanonizer
 
+# Chosen by patch flipping on a real ViT-S/14 (`tests/benchmarks/study_vit.py tune`): of γ = 0, 0.01, 0.05,
+# 0.1 and 0.25 in both readings, this has the smallest area under the curve on 12 training photographs of four
+# classes: 1.15, against 1.50 for "constant" with γ = 0. γ = 0.01 and 0.05 are as good within the noise.
+GAMMA, ATTENTION = 0.1, "attnlrp"
+
 
 @register_composite("transformer_gamma")
 class TransformerGamma(Composite):  # type: ignore[misc]
@@ -28,7 +33,8 @@ class TransformerGamma(Composite):  # type: ignore[misc]
     ----------
     gamma : float or mapping of str to float
         γ ≥ 0 of linear layers: one for all, or by the name of a module, for it and all inside it; the longest
-        name counts, and "" is the whole model. `{"": 0.1, "blocks.8": 0}` is γ by depth.
+        name counts, and "" is the whole model. `{"": 0.1, "blocks.8": 0}` is γ by depth. With 0, a map costs
+        little more than a gradient.
     attention : {"constant", "attnlrp"}
         How relevance crosses attention, as in `TransformerCanonizer`.
     mean, std : one number per input channel, optional
@@ -54,8 +60,8 @@ class TransformerGamma(Composite):  # type: ignore[misc]
 
     def __init__(
         self,
-        gamma: float | Mapping[str, float] = 0.0,
-        attention: str = "constant",
+        gamma: float | Mapping[str, float] = GAMMA,
+        attention: str = ATTENTION,
         *,
         mean: Channels | None = None,
         std: Channels | None = None,
