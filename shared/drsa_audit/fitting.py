@@ -17,7 +17,7 @@ from .networks import Network
 from .opening import ModelSettings, count_outputs, open_network, read_images
 from .progress import Progress
 from .session import Session, open_session
-from .steps import collect, forward_seconds
+from .steps import collect, forward_seconds, noted
 from .work import Work, check_out, read_json, write_json
 
 
@@ -163,7 +163,7 @@ def learn_class(training: Training, settings: FitSettings, pairs: Pairs) -> tupl
     }
     file, about = work.place("learned", key, ".safetensors"), work.place("learned", key, ".json")
     if not (file.exists() and about.exists()):
-        with session.progress.step("concepts", f"Learning concepts from {len(pairs)} pairs"):
+        with session.progress.step("concepts", f"Learning concepts from {len(pairs)} pairs"), noted(session):
             learned = learn(session, pairs, settings.subspaces, settings.balance, settings.stability)
         target = {"name": session.target.name, "index": session.target.index}
         learned.subspaces.with_metadata(explained_class=target, network=session.name).save(file)

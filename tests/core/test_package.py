@@ -34,6 +34,10 @@ def test_a_wheel_holds_the_four_packages_and_nothing_called_shared(tmp_path) -> 
         sources = ROOT / ("shared" if package in ("drsa_core", "drsa_audit") else "")
         files = {file.relative_to(sources).as_posix() for file in (sources / package).rglob("*.py")}
         assert files <= set(names)  # also those of packages in it, each of which pyproject.toml must name
+    templates = ROOT / "shared" / "drsa_audit" / "report" / "templates"
+    assert {f"drsa_audit/report/templates/{file.name}" for file in templates.iterdir()} <= set(names)
+    (entry_points,) = [name for name in names if name.endswith("entry_points.txt")]
+    assert b"drsa = drsa_audit.command:main" in zipfile.ZipFile(wheel).read(entry_points)
 
 
 def test_the_core_needs_neither_adapter_nor_their_libraries() -> None:

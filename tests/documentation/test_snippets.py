@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
@@ -32,6 +33,16 @@ def here(code: str) -> str:
     return code.replace("224, 224", "64, 64")
 
 
+def folders_of_images(place: Path) -> None:
+    """`train` and `val`, as pages on the command take them for granted."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("train", "val"):
+        (place / name).mkdir()
+        for number in range(6):
+            pixels = (torch.rand(64, 64, 3, generator=generator) * 255).byte().numpy()
+            Image.fromarray(pixels).save(place / name / f"{number}.png")
+
+
 def test_pages_with_snippets_are_found() -> None:
     assert PAGES[0] in WITH_SNIPPETS
     assert len(WITH_SNIPPETS) >= 5
@@ -40,6 +51,7 @@ def test_pages_with_snippets_are_found() -> None:
 @pytest.mark.parametrize("page", WITH_SNIPPETS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    folders_of_images(tmp_path)
     # Nothing is downloaded here: a small network with random weights and the same names of layers.
     monkeypatch.setattr("torchvision.models.vgg16", lambda weights: small_vgg())
     # Pages that begin with imports bring all that they use; others go on with what a reader has by then.

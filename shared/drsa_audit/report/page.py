@@ -12,7 +12,6 @@ import torch
 from drsa_core import Subspaces
 from drsa_core.atomic_files import write_atomically
 from markupsafe import Markup, escape
-from torch import Tensor
 
 from ..findings import half_area, mixtures
 from ..progress import duration
@@ -27,7 +26,7 @@ from .verdict import Verdict, make_verdict
 TEMPLATES = Path(__file__).parent / "templates"
 #: Images of each concept in the gallery, and of those the first ones at the top of the page.
 N_PROTOTYPES, N_FIRST = 6, 4
-#: Side of photographs in the page.
+#: Side of small pictures in the page.
 PHOTO_SIDE = 320
 
 
@@ -70,7 +69,7 @@ def render(record: AuditRecord, explained: Explained, subspaces: Subspaces) -> s
         verdict=verdict,
         names=names,
         concepts=_concepts(record, explained, subspaces, verdict),
-        images=_images(explained, record),
+        images=_images(explained),
         groups=_groups(explained, verdict),
         classes=_classes(record, explained),
         charts=_charts(record, [colour.code for colour in colours]),
@@ -123,23 +122,19 @@ def _concepts(
     return found
 
 
-def _images(explained: Explained, record: AuditRecord) -> list[dict[str, Any]]:
+def _images(explained: Explained) -> list[dict[str, Any]]:
+    # Pictures of a few pixels are enlarged here: a browser would blur them.
+    side = PHOTO_SIDE if explained.pixels.shape[-1] < 128 else None
     return [
         {
             "number": n,
             "name": name,
-            "photo": jpeg(
-                explained.pixels[n], max(PHOTO_SIDE, 0) if _is_small(explained.pixels) else None, 82
-            ),
+            "photo": jpeg(explained.pixels[n], side, 82),
             "score": float(explained.score[n]),
             "rank": int(explained.rank[n]),
         }
         for n, name in enumerate(explained.names)
     ]
-
-
-def _is_small(pixels: Tensor) -> bool:
-    return pixels.shape[-1] < 128
 
 
 def _groups(explained: Explained, verdict: Verdict) -> list[dict[str, Any]]:
