@@ -16,7 +16,7 @@ from torch import Tensor
 from .complement import share_out
 from .objective import Objective, block_columns, missing_columns
 from .paper_loop import Callback, Result
-from .quasi_newton import quasi_newton
+from .quasi_newton import Memory, quasi_newton
 
 #: Part of the weighted energy that the leading directions hold, and of Σ_n R_n² that the samples hold.
 ENERGY, EVIDENCE = 0.85, 0.97
@@ -24,8 +24,9 @@ ENERGY, EVIDENCE = 0.85, 0.97
 FEWEST_DIRECTIONS, DIRECTIONS_PER_BLOCK, SAMPLES_PER_DIRECTION = 64, 8, 16
 #: Iterations of the paper's from each reduced start, and the tolerance: enough to tell the best start.
 COARSE_WARM_UP, COARSE_TOL = 20, 1e-3
-#: Part of J that the samples hold on which a lifted start is improved first, and how far.
-SHARE, SHARE_MAX_ITER, SHARE_TOL = 0.98, 30, 3e-4
+#: Levels on which a lifted start is improved first: part of J that their samples hold, and how far.
+LEVELS = ((0.95, 2e-3), (0.98, 1e-3), (0.995, 3e-4))
+LEVEL_MAX_ITER = 30
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,23 @@ def leading_samples(weights: Tensor, part: float, fewest: int) -> Tensor:
 
 
 def finish(full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
-    """Maximise the full objective from a lifted start; what is returned is never below the start."""
-    at = full.evaluate(start)
-    samples = leading_samples(full.shares(at), SHARE, 2 * full.n_features)
-    if len(samples) <= full.n_samples // 2:
-        some = full.of_samples(samples)
-        better = quasi_newton(some, start, SHARE_MAX_ITER, SHARE_TOL, lambda _: None, warm_up=0).basis
-        if full.evaluate(better).value > at.value:
-            start = better
-    return quasi_newton(full, start, max_iter, tol, callback, warm_up=0)
+    """Maximise the full objective from a lifted start; what is returned is never below the start.
+
+    Samples are added level by level. Each level starts with what L-BFGS remembers of the one before, whose
+    objective is nearly the same, and from the samples that matter at the point reached.
+    """
+    basis, at = start, full.evaluate(start)
+    memory = Memory(full.columns)
+    for share, level_tol in LEVELS:
+        samples = leading_samples(full.shares(at), share, 2 * full.n_features)
+        if len(samples) > full.n_samples // 2:
+            break
+        some, level_tol = full.of_samples(samples), max(tol, level_tol)
+        better = quasi_newton(some, basis, LEVEL_MAX_ITER, level_tol, lambda _: None, 0, memory, window=5).basis
+        there = full.evaluate(better)
+        if there.value <= at.value:
+            memory.pairs.clear()
+            break
+        basis, at = better, there
+        callback(at.value)
+    return quasi_newton(full, basis, max_iter, tol, callback, 0, memory)
