@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .complement import share_out
-from .objective import Objective, block_columns, missing_columns
+from .objective import Evaluation, Objective, block_columns, missing_columns
 from .paper_loop import Callback, Result
 from .quasi_newton import Memory, quasi_newton
 
@@ -117,24 +117,47 @@ def leading_samples(weights: Tensor, part: float, fewest: int) -> Tensor:
     return order[: max(count, fewest)].sort().values
 
 
+def first_level(full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
+    """A lifted start, improved on the samples that matter most: enough to tell the best of a few.
+
+    The history is that of the full objective, before and after.
+    """
+    at = full.evaluate(start)
+    basis, there = _improved(full, start, at, *LEVELS[0], Memory(full.columns))
+    if there is not at:
+        callback(there.value)
+    return Result(basis, [at.value, there.value], True, "it was the first level")
+
+
 def finish(full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
-    """Maximise the full objective from a lifted start; what is returned is never below the start.
+    """Maximise the full objective from what `first_level` found; what is returned is never below the start.
 
     Samples are added level by level. Each level starts with what L-BFGS remembers of the one before, whose
-    objective is nearly the same, and from the samples that matter at the point reached.
+    objective is nearly the same.
     """
     basis, at = start, full.evaluate(start)
     memory = Memory(full.columns)
-    for share, level_tol in LEVELS:
-        samples = leading_samples(full.shares(at), share, 2 * full.n_features)
-        if len(samples) > full.n_samples // 2:
-            break
-        some, level_tol = full.of_samples(samples), max(tol, level_tol)
-        better = quasi_newton(some, basis, LEVEL_MAX_ITER, level_tol, lambda _: None, 0, memory, window=5).basis
-        there = full.evaluate(better)
-        if there.value <= at.value:
+    for share, level_tol in LEVELS[1:]:
+        basis, there = _improved(full, basis, at, share, max(tol, level_tol), memory)
+        if there is at:
             memory.pairs.clear()
             break
-        basis, at = better, there
+        at = there
         callback(at.value)
     return quasi_newton(full, basis, max_iter, tol, callback, 0, memory)
+
+
+def _improved(
+    full: Objective, basis: Tensor, at: Evaluation, share: float, tol: float, memory: Memory
+) -> tuple[Tensor, Evaluation]:
+    """A better basis and the full objective there, from the samples that hold `share` of it at `basis`.
+
+    The same basis and evaluation come back if they are more than half of all, or the gain is theirs alone.
+    """
+    samples = leading_samples(full.shares(at), share, 2 * full.n_features)
+    if len(samples) > full.n_samples // 2:
+        return basis, at
+    some = full.of_samples(samples)
+    better = quasi_newton(some, basis, LEVEL_MAX_ITER, tol, lambda _: None, 0, memory, window=5).basis
+    there = full.evaluate(better)
+    return (better, there) if there.value > at.value else (basis, at)

@@ -152,7 +152,7 @@ class Memory:
     Parameters
     ----------
     columns : list of slice
-        Blocks. Only the entries of L below them are kept, as vectors: three eighths of (D, D) for four blocks.
+        Blocks. Only the entries of L below them are kept, as vectors: three eighths of all for four blocks.
     """
 
     def __init__(self, columns: list[slice]) -> None:
