@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +17,12 @@ from tqdm.auto import tqdm
 from ..parameters import as_int
 from ..validation import check_finite
 from .fills import Array, Fill, find_fill
+from .pace import FIRST, Pace, probe
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
+
+LAST = torch.channels_last
+#: Numbers of the image and of the step.
+Jobs: TypeAlias = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def patch_flipping(
     patch_size: int = 16,
     schedule: str | Sequence[int] = "squares",
     fill: str | Fill = "telea",
-    batch_size: int = 32,
+    batch_size: int | None = None,
     workers: int | None = None,
     progress: bool = False,
 ) -> FlippingCurves:
@@ -119,9 +125,11 @@ def patch_flipping(
     fill : {"telea", "mean", "blur", "constant"} or callable
         What replaces removed pixels; as in `drsa_core.evaluation.fills`. An image of which nothing is left
         gets the colour that the network sees as 0, except with "blur".
-    batch_size : int
+    batch_size : int, optional
         Images per forward pass. Steps and images share the batches; a step that removes nothing new is not
-        run.
+        run. Default: the fastest, and inputs in the faster of two memory formats, both found on the first
+        batches (see `pace`). The outputs then differ by rounding from one run to the next; for the same bits
+        give a number, with which inputs keep their own memory format.
     workers : int, optional
         Threads that fill the next batch while the network runs. Default: one for each CPU, at most 8.
     progress : bool
@@ -149,7 +157,7 @@ def patch_flipping(
     targets = _targets(target, len(inputs))
     if not isinstance(preprocessing, Preprocessing):
         preprocessing = Preprocessing.from_mean_std(*preprocessing)
-    batch_size = as_int(batch_size, "batch_size", 1)
+    batch_size = None if batch_size is None else as_int(batch_size, "batch_size", 1)
     workers = min(8, os.cpu_count() or 1) if workers is None else as_int(workers, "workers", 1)
 
     grid = patch_grid(inputs.shape[2], inputs.shape[3], patch_size)
@@ -164,16 +172,15 @@ def patch_flipping(
     is_new[:, 1:] = (gone[:, 1:] != gone[:, :-1]).any(2)
     jobs = [(int(n), int(step)) for n, step in is_new.nonzero()]
     scores = torch.full(gone.shape[:2], torch.nan, dtype=torch.float64)
-    network_seconds = 0.0
+    clock = _Clock(model, filler, targets, scores)
     pool = ThreadPoolExecutor(workers)
     bar = tqdm(total=len(jobs), desc="patch flipping", unit="image", disable=not progress)
     try:
-        for batch, filled in _prefetched(pool, filler, jobs, batch_size):
-            begin = time.perf_counter()
-            with torch.no_grad():
-                output = model(filled)
-            scores[tuple(zip(*batch, strict=True))] = _rectified(output, targets[[n for n, _ in batch]])
-            network_seconds += time.perf_counter() - begin
+        pace = Pace(batch_size, None) if batch_size is not None else None
+        if pace is None:
+            pace, jobs = _probed(pool, filler, clock, jobs, bar)
+        for batch, images in _prefetched(pool, filler, jobs, pace):
+            clock.run(batch, images)
             bar.update(len(batch))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -181,7 +188,7 @@ def patch_flipping(
     for step in range(1, len(counts)):
         scores[:, step] = torch.where(is_new[:, step], scores[:, step], scores[:, step - 1])
     share = torch.tensor(counts, dtype=torch.float64) / n_patches
-    return FlippingCurves(share, gone.double().mean(2), scores, sum(filler.seconds), network_seconds)
+    return FlippingCurves(share, gone.double().mean(2), scores, sum(filler.seconds), clock.seconds)
 
 
 class _Filler:
@@ -227,28 +234,105 @@ class _Filler:
         self.seconds.append(time.perf_counter() - begin)
         return filled, mask
 
-    def batch(self, results: Sequence[tuple[Array, Array]], images: Sequence[int]) -> Tensor:
+    def submit(self, pool: ThreadPoolExecutor, batch: Jobs) -> _Filling:
+        """Have a batch filled by the workers, each image in its place."""
+        pixels = np.empty((len(batch), *self.pixels.shape[1:]), dtype=np.float32)
+        masks = np.empty((len(batch), *self.pixels.shape[2:]), dtype=bool)
+
+        def fill(place: int, n: int, step: int) -> None:
+            pixels[place], masks[place] = self.pixels_after(n, step)
+
+        return _Filling(pixels, masks, [pool.submit(fill, i, *job) for i, job in enumerate(batch)])
+
+    def images(self, filling: _Filling, batch: Jobs, memory_format: torch.memory_format | None) -> Tensor:
         """Network inputs; pixels that are still there keep the very values of the inputs."""
-        originals = self.inputs[list(images)]
-        pixels = torch.from_numpy(np.stack([filled for filled, _ in results])).to(originals)
-        masks = torch.from_numpy(np.stack([mask for _, mask in results])).to(originals.device)
-        return torch.where(masks[:, None], self.preprocessing.to_inputs(pixels), originals)
+        for future in filling.futures:
+            future.result()
+        originals = self.inputs[[n for n, _ in batch]]
+        masks = torch.from_numpy(filling.masks).to(originals.device)
+        pixels = torch.from_numpy(filling.pixels).to(originals)
+        images = torch.where(masks[:, None], self.preprocessing.to_inputs(pixels), originals)
+        return images if memory_format is None else images.contiguous(memory_format=memory_format)
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """Pixels (n, C, H, W) and masks (n, H, W) that the workers write, and when they are done."""
+
+    pixels: Array
+    masks: Array
+    futures: list[Future[None]]
+
+
+class _Clock:
+    """Runs the network, notes the scores, and adds up the seconds."""
+
+    def __init__(
+        self, model: Callable[[Tensor], Tensor], filler: _Filler, targets: Tensor, scores: Tensor
+    ) -> None:
+        self.model, self.filler, self.targets, self.scores = model, filler, targets, scores
+        self.seconds = 0.0
+
+    def run(self, batch: Jobs, images: Tensor) -> float:
+        """Seconds per image; scores on the CPU mean that a GPU is done."""
+        begin = time.perf_counter()
+        output = self.output(images)
+        self.scores[tuple(zip(*batch, strict=True))] = _rectified(output, self.targets[[n for n, _ in batch]])
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        return seconds / len(batch)
+
+    def output(self, images: Tensor) -> Tensor:
+        """The network's output."""
+        with torch.no_grad():
+            return self.model(images)
+
+    def takes_channels_last(self, images: Tensor) -> bool:
+        """Whether the network gives the same in channels-last; `view`, say, may refuse it."""
+        try:
+            expected, found = self.output(images), self.output(images.contiguous(memory_format=LAST))
+            largest = expected.abs().max()
+            return bool((found - expected).abs().max() <= 1e-3 * largest)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False  # if it is not the format, the run that follows says so
+
+
+def _probed(
+    pool: ThreadPoolExecutor, filler: _Filler, clock: _Clock, jobs: Jobs, bar: tqdm[Any]
+) -> tuple[Pace, Jobs]:
+    """The fastest pace, found on the first jobs, and the jobs that are left."""
+
+    def filled(batch: Jobs, memory_format: torch.memory_format) -> Tensor:
+        return filler.images(filler.submit(pool, batch), batch, memory_format)
+
+    first = filled(jobs[:FIRST], torch.contiguous_format)
+    plain = torch.contiguous_format
+    tries = probe((plain, LAST) if clock.takes_channels_last(first) else (plain,))
+    pace = next(tries)
+    try:
+        while jobs:
+            batch, jobs = jobs[: pace.batch_size], jobs[pace.batch_size :]
+            images = filled(batch, pace.memory_format or torch.contiguous_format)
+            seconds = clock.run(batch, images)
+            bar.update(len(batch))
+            pace = tries.send(seconds)
+    except StopIteration as found:
+        pace = found.value
+    return pace, jobs
 
 
 def _prefetched(
-    pool: ThreadPoolExecutor, filler: _Filler, jobs: list[tuple[int, int]], batch_size: int
-) -> Iterator[tuple[list[tuple[int, int]], Tensor]]:
+    pool: ThreadPoolExecutor, filler: _Filler, jobs: Jobs, pace: Pace
+) -> Iterator[tuple[Jobs, Tensor]]:
     """Batches of (image, step) with their filled images; the next batch is filled while one is in use."""
-    batches = [jobs[first : first + batch_size] for first in range(0, len(jobs), batch_size)]
-
-    def submit(batch: list[tuple[int, int]]) -> list[Future[tuple[Array, Array]]]:
-        return [pool.submit(filler.pixels_after, *job) for job in batch]
-
-    upcoming = submit(batches[0])
+    batches = [jobs[first : first + pace.batch_size] for first in range(0, len(jobs), pace.batch_size)]
+    filling = filler.submit(pool, batches[0]) if batches else None
     for number, batch in enumerate(batches):
-        futures = upcoming
-        upcoming = submit(batches[number + 1]) if number + 1 < len(batches) else []
-        yield batch, filler.batch([future.result() for future in futures], [n for n, _ in batch])
+        done, filling = filling, None
+        if number + 1 < len(batches):
+            filling = filler.submit(pool, batches[number + 1])
+        if done is not None:
+            yield batch, filler.images(done, batch, pace.memory_format)
 
 
 def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:

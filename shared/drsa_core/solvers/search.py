@@ -12,7 +12,7 @@ from scipy.stats import ortho_group
 from torch import Tensor
 from tqdm import tqdm
 
-from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, finish, first_level, reduce_problem
+from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, finish, reduce_problem
 from .objective import Objective
 from .paper_loop import Callback, Result
 from .quasi_newton import quasi_newton
@@ -22,9 +22,7 @@ from .span import reduce_to_span
 Solve = Callable[[Objective, Tensor, int, float, Callback], Result]
 
 #: Starts by default: reduced ones are cheap.
-STARTS, REDUCED_STARTS = 3, 8
-#: Reduced runs, the best ones, that are lifted and tried in full before one of them is finished.
-FINALISTS = 3
+STARTS, REDUCED_STARTS = 3, 16
 
 
 class DeadSubspaceError(ValueError):
@@ -118,19 +116,12 @@ class Search:
         self, objective: Objective, reduction: Reduction, n_starts: int | None
     ) -> list[Result]:
         def rough(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
-            return quasi_newton(problem, start, max_iter, tol, callback, COARSE_WARM_UP)
+            return quasi_newton(problem, start, max_iter, tol, callback, COARSE_WARM_UP, window=5)
 
         n_starts = REDUCED_STARTS if n_starts is None else n_starts
         self.reduced = self._runs(rough, reduction.objective, n_starts, max(self.tol, COARSE_TOL))
-        # The order in the reduced problem is not quite that in full: the first few get a trial.
-        finalists = sorted(self.reduced, key=lambda result: -result.objective)[:FINALISTS]
-        trials = [
-            self.run(
-                first_level, objective, reduction.lift(result.basis, objective), f"trial {i + 1}", self.tol
-            )
-            for i, result in enumerate(finalists)
-        ]
-        start = max(trials, key=lambda result: result.objective).basis
+        best = max(self.reduced, key=lambda result: result.objective)
+        start = reduction.lift(best.basis, objective)
         return [self.run(finish, objective, start, "in full", self.tol)]
 
     def _runs(self, solve: Solve, objective: Objective, n_starts: int, tol: float) -> list[Result]:
