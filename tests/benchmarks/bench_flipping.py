@@ -12,13 +12,14 @@ include everything, the search for the batch size too. Run it on an idle machine
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from drsa_audit import load_network
+from drsa_audit import Network, load_network
 from drsa_audit.photographs import package_photos, random_crops
 from drsa_core.evaluation import explain_func, patch_flipping
 from torch import Tensor, nn
@@ -41,9 +42,10 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int) -> float:
+def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int, quiet: bool = False) -> float:
     """Table of milliseconds per image of the network alone; returns the least."""
-    print("\n| batch | contiguous, ms | channels-last, ms |\n|---|---|---|")
+    if not quiet:
+        print("\n| batch | contiguous, ms | channels-last, ms |\n|---|---|---|")
     least = float("inf")
     with torch.no_grad():
         for size in sizes:
@@ -53,7 +55,8 @@ def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int) -> fl
                 images = batch.contiguous(memory_format=memory_format)
                 times = [seconds(partial(model, images)) for _ in range(repeats + 1)]
                 row.append(1e3 * min(times[1:]) / size)
-            print(f"| {size} | {row[0]:.2f} | {row[1]:.2f} |", flush=True)
+            if not quiet:
+                print(f"| {size} | {row[0]:.2f} | {row[1]:.2f} |", flush=True)
             least = min(least, *row)
     return least
 
@@ -96,6 +99,8 @@ def main() -> None:
     parser.add_argument("--fills", nargs="+", default=["telea", "mean"], help="default: %(default)s")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of the bare runs")
     parser.add_argument("--repeats", type=int, default=5, help="of the bare runs (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of ours, bare and Quantus in turn")
+    parser.add_argument("--only-rounds", action="store_true", help="nothing else")
     parser.add_argument("--quantus", action="store_true", help="also Quantus, side by side")
     options = parser.parse_args()
     network = load_network("efficientnet_lite0")
@@ -104,41 +109,48 @@ def main() -> None:
     crops = random_crops(package_photos()["cat"](), options.images)
     inputs = torch.stack([network.to_input(crop) for crop in crops]).contiguous()
     print(f"{len(inputs)} images, {torch.get_num_threads()} threads for the network")
-    least = bare(network.model, inputs, options.sizes, options.repeats)
-
-    print(
-        "\n| fill | schedule | K | evaluations | ms each | network alone in it | × the fastest bare pass |"
-        "\n|---|---|---|---|---|---|---|"
-    )
     maps = smooth_noise(inputs, max(options.concepts))
-    cases = [(fill, "squares", k) for fill in options.fills for k in options.concepts]
-    for fill, schedule, k in [*cases, ("mean", "single", 1)]:
-        rows = 0
-
-        def counted(images: Tensor) -> Tensor:
-            nonlocal rows
-            rows += len(images)
-            output: Tensor = network.model(images)
-            return output
-
-        begin = time.perf_counter()
-        curves = patch_flipping(
-            counted, inputs, maps[:, :k], TARGET, network.preprocessing, fill=fill, schedule=schedule
-        )
-        ours = 1e3 * (time.perf_counter() - begin) / rows
-        inside = 1e3 * curves.network_seconds / rows
+    if not options.only_rounds:
+        least = bare(network.model, inputs, options.sizes, options.repeats)
+        print("\n| fill | K | evaluations | ms each | the network in it | × the fastest bare pass |")
+        print("|---|---|---|---|---|---|")
+        for fill, k in itertools.product(options.fills, options.concepts):
+            ours, inside, rows = flipped(network, inputs, maps[:, :k], fill, "squares")
+            ratio = ours / least
+            print(f"| {fill} | {k} | {rows} | {ours:.2f} | {inside:.2f} | {ratio:.2f} |", flush=True)
+    # In turn, as the speed of a machine changes within minutes.
+    print("\nmean fill, one patch a step, ms an evaluation")
+    print("| round | fastest bare pass | ours | × bare | Quantus | × ours |\n|---|---|---|---|---|---|")
+    for number in range(options.rounds):
+        before = bare(network.model, inputs, [4, 8, 16], options.repeats, quiet=True)
+        ours, _, _ = flipped(network, inputs, maps[:, :1], "mean", "single")
+        between = bare(network.model, inputs, [4, 8, 16], options.repeats, quiet=True)
+        theirs = with_quantus(network.model, inputs, maps[:, :1]) if options.quantus else float("nan")
+        least = (before + between) / 2
         print(
-            f"| {fill} | {schedule} | {k} | {rows} | {ours:.2f} | {inside:.2f} | {ours / least:.2f} |",
+            f"| {number + 1} | {before:.2f} before, {between:.2f} after | {ours:.2f} | {ours / least:.2f} | "
+            f"{theirs:.2f} | {theirs / ours:.2f} |",
             flush=True,
         )
-    if options.quantus:
-        theirs = with_quantus(network.model, inputs, maps[:, :1])
-        again = bare(network.model, inputs, [4, 8], options.repeats)
-        print(
-            f"\nQuantus, mean fill, one patch a step: {theirs:.2f} ms an evaluation, "
-            f"{theirs / ours:.2f} times ours ({ours:.2f} ms); the fastest bare pass {least:.2f} ms before, "
-            f"{again:.2f} ms after"
-        )
+
+
+def flipped(
+    network: Network, inputs: Tensor, maps: Tensor, fill: str, schedule: str
+) -> tuple[float, float, int]:
+    """Milliseconds per evaluation in all and in the network alone, and the evaluations."""
+    rows = 0
+
+    def counted(images: Tensor) -> Tensor:
+        nonlocal rows
+        rows += len(images)
+        output: Tensor = network.model(images)
+        return output
+
+    begin = time.perf_counter()
+    curves = patch_flipping(
+        counted, inputs, maps, TARGET, network.preprocessing, fill=fill, schedule=schedule
+    )
+    return 1e3 * (time.perf_counter() - begin) / rows, 1e3 * curves.network_seconds / rows, rows
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 from ..parameters import as_int
 from ..validation import check_finite
 from .fills import Array, Fill, find_fill
-from .pace import FIRST, Pace, probe
+from .pace import FIRST, Pace, Probe, probe
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
 
 LAST = torch.channels_last
@@ -172,16 +173,24 @@ def patch_flipping(
     is_new[:, 1:] = (gone[:, 1:] != gone[:, :-1]).any(2)
     jobs = [(int(n), int(step)) for n, step in is_new.nonzero()]
     scores = torch.full(gone.shape[:2], torch.nan, dtype=torch.float64)
-    clock = _Clock(model, filler, targets, scores)
+    clock = _Clock(model, targets, scores)
     pool = ThreadPoolExecutor(workers)
     bar = tqdm(total=len(jobs), desc="patch flipping", unit="image", disable=not progress)
     try:
-        pace = Pace(batch_size, None) if batch_size is not None else None
-        if pace is None:
-            pace, jobs = _probed(pool, filler, clock, jobs, bar)
-        for batch, images in _prefetched(pool, filler, jobs, pace):
-            clock.run(batch, images)
+        ahead = _Ahead(pool, filler, jobs)
+        tries: Probe | None = None
+        if batch_size is None:
+            pace, tries = _first_pace(ahead, clock)
+        else:
+            pace = Pace(batch_size, None)
+        while ahead.jobs:
+            batch, images = ahead.take(pace)
+            seconds = clock.run(batch, images)
             bar.update(len(batch))
+            try:
+                pace = pace if tries is None else tries.send(seconds)
+            except StopIteration as found:
+                pace, tries = found.value, None
     finally:
         pool.shutdown(cancel_futures=True)
         bar.close()
@@ -234,43 +243,51 @@ class _Filler:
         self.seconds.append(time.perf_counter() - begin)
         return filled, mask
 
-    def submit(self, pool: ThreadPoolExecutor, batch: Jobs) -> _Filling:
-        """Have a batch filled by the workers, each image in its place."""
-        pixels = np.empty((len(batch), *self.pixels.shape[1:]), dtype=np.float32)
-        masks = np.empty((len(batch), *self.pixels.shape[2:]), dtype=bool)
-
-        def fill(place: int, n: int, step: int) -> None:
-            pixels[place], masks[place] = self.pixels_after(n, step)
-
-        return _Filling(pixels, masks, [pool.submit(fill, i, *job) for i, job in enumerate(batch)])
-
-    def images(self, filling: _Filling, batch: Jobs, memory_format: torch.memory_format | None) -> Tensor:
+    def images(self, batch: Jobs, filled: Sequence[tuple[Array, Array]], pace: Pace) -> Tensor:
         """Network inputs; pixels that are still there keep the very values of the inputs."""
-        for future in filling.futures:
-            future.result()
         originals = self.inputs[[n for n, _ in batch]]
-        masks = torch.from_numpy(filling.masks).to(originals.device)
-        pixels = torch.from_numpy(filling.pixels).to(originals)
+        pixels = torch.from_numpy(np.stack([image for image, _ in filled])).to(originals)
+        masks = torch.from_numpy(np.stack([mask for _, mask in filled])).to(originals.device)
         images = torch.where(masks[:, None], self.preprocessing.to_inputs(pixels), originals)
-        return images if memory_format is None else images.contiguous(memory_format=memory_format)
+        return images if pace.memory_format is None else images.contiguous(memory_format=pace.memory_format)
 
 
-@dataclass(frozen=True)
-class _Filling:
-    """Pixels (n, C, H, W) and masks (n, H, W) that the workers write, and when they are done."""
+class _Ahead:
+    """Jobs still to be done, the next ones filled by the workers while the network runs.
 
-    pixels: Array
-    masks: Array
-    futures: list[Future[None]]
+    Images are filled one by one, as the batch size may change until the fastest is found.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, filler: _Filler, jobs: Jobs) -> None:
+        self.pool, self.filler, self.jobs = pool, filler, jobs
+        self.futures: deque[Future[tuple[Array, Array]]] = deque()
+
+    def peek(self, pace: Pace) -> tuple[Jobs, Tensor]:
+        """The next batch, and its images as the network takes them."""
+        batch = self.jobs[: pace.batch_size]
+        self._submit(2 * pace.batch_size)
+        filled = [future.result() for future, _ in zip(self.futures, batch, strict=False)]
+        return batch, self.filler.images(batch, filled, pace)
+
+    def take(self, pace: Pace) -> tuple[Jobs, Tensor]:
+        """The next batch, which is then no longer to be done."""
+        batch, images = self.peek(pace)
+        for _ in batch:
+            self.futures.popleft()
+        self.jobs = self.jobs[len(batch) :]
+        self._submit(2 * pace.batch_size)  # for the next batches, while this one is run
+        return batch, images
+
+    def _submit(self, until: int) -> None:
+        for job in self.jobs[len(self.futures) : until]:
+            self.futures.append(self.pool.submit(self.filler.pixels_after, *job))
 
 
 class _Clock:
     """Runs the network, notes the scores, and adds up the seconds."""
 
-    def __init__(
-        self, model: Callable[[Tensor], Tensor], filler: _Filler, targets: Tensor, scores: Tensor
-    ) -> None:
-        self.model, self.filler, self.targets, self.scores = model, filler, targets, scores
+    def __init__(self, model: Callable[[Tensor], Tensor], targets: Tensor, scores: Tensor) -> None:
+        self.model, self.targets, self.scores = model, targets, scores
         self.seconds = 0.0
 
     def run(self, batch: Jobs, images: Tensor) -> float:
@@ -297,42 +314,12 @@ class _Clock:
             return False  # if it is not the format, the run that follows says so
 
 
-def _probed(
-    pool: ThreadPoolExecutor, filler: _Filler, clock: _Clock, jobs: Jobs, bar: tqdm[Any]
-) -> tuple[Pace, Jobs]:
-    """The fastest pace, found on the first jobs, and the jobs that are left."""
-
-    def filled(batch: Jobs, memory_format: torch.memory_format) -> Tensor:
-        return filler.images(filler.submit(pool, batch), batch, memory_format)
-
-    first = filled(jobs[:FIRST], torch.contiguous_format)
+def _first_pace(ahead: _Ahead, clock: _Clock) -> tuple[Pace, Probe]:
+    """What to try on the first batch, and the search that goes on from there."""
     plain = torch.contiguous_format
-    tries = probe((plain, LAST) if clock.takes_channels_last(first) else (plain,))
-    pace = next(tries)
-    try:
-        while jobs:
-            batch, jobs = jobs[: pace.batch_size], jobs[pace.batch_size :]
-            images = filled(batch, pace.memory_format or torch.contiguous_format)
-            seconds = clock.run(batch, images)
-            bar.update(len(batch))
-            pace = tries.send(seconds)
-    except StopIteration as found:
-        pace = found.value
-    return pace, jobs
-
-
-def _prefetched(
-    pool: ThreadPoolExecutor, filler: _Filler, jobs: Jobs, pace: Pace
-) -> Iterator[tuple[Jobs, Tensor]]:
-    """Batches of (image, step) with their filled images; the next batch is filled while one is in use."""
-    batches = [jobs[first : first + pace.batch_size] for first in range(0, len(jobs), pace.batch_size)]
-    filling = filler.submit(pool, batches[0]) if batches else None
-    for number, batch in enumerate(batches):
-        done, filling = filling, None
-        if number + 1 < len(batches):
-            filling = filler.submit(pool, batches[number + 1])
-        if done is not None:
-            yield batch, filler.images(done, batch, pace.memory_format)
+    images = ahead.peek(Pace(FIRST, plain))[1]
+    tries = probe((plain, LAST) if clock.takes_channels_last(images) else (plain,))
+    return next(tries), tries
 
 
 def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:

@@ -22,7 +22,7 @@ from .span import reduce_to_span
 Solve = Callable[[Objective, Tensor, int, float, Callback], Result]
 
 #: Starts by default: reduced ones are cheap.
-STARTS, REDUCED_STARTS = 3, 16
+STARTS, REDUCED_STARTS = 3, 8
 
 
 class DeadSubspaceError(ValueError):
@@ -116,7 +116,7 @@ class Search:
         self, objective: Objective, reduction: Reduction, n_starts: int | None
     ) -> list[Result]:
         def rough(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
-            return quasi_newton(problem, start, max_iter, tol, callback, COARSE_WARM_UP, window=5)
+            return quasi_newton(problem, start, max_iter, tol, callback, COARSE_WARM_UP)
 
         n_starts = REDUCED_STARTS if n_starts is None else n_starts
         self.reduced = self._runs(rough, reduction.objective, n_starts, max(self.tol, COARSE_TOL))
