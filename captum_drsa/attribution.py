@@ -56,9 +56,10 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
     subspaces : Subspaces, optional
         The concepts. Without them, call `fit` before `attribute`.
     context_method : str, callable or LayerAttribution, optional
-        How step 1 is done. Default: Integrated Gradients from 0 with 100 steps for `IntegratedGradients`;
-        LRP for `LRP`; Shapley values of the feature maps, 25 permutations, for methods that perturb the
-        input; the gradient for the others. To override it: "gradient", "integrated_gradients", "shapley" or
+        How step 1 is done. Default: Integrated Gradients from 0 for `IntegratedGradients`, with as many
+        steps as each example needs for an error of 1 % (`IntegratedGradientsContext(100)`: the paper's); LRP
+        for `LRP`; Shapley values of the feature maps, 25 permutations, for methods that perturb the input;
+        the gradient for the others. To override it: "gradient", "integrated_gradients", "shapley" or
         "lrp"; an object such as `ShapleyContext(n_samples=100)`; or a Captum layer attributor such as
         `LayerDeepLift`, whose relevance R gives c = R ⊘ a.
     channel_dim : int

@@ -60,8 +60,9 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         Explain R̂_k(x) = (U_kᵀφ(x))ᵀ(U_kᵀ[c]) with the context c held constant (Note B). By default so for
         `Occlusion`, and for `IntegratedGradients` without relevance-passing rules. If False, each gradient on
         the path is filtered instead, and the maps add up to those of the wrapped attributor.
-    context_steps : int
-        Steps of the path from 0 to a that gives the context of `IntegratedGradients` (Note B.2).
+    context_steps : int, optional
+        Steps of the path from 0 to a that gives the context of `IntegratedGradients` (Note B.2); 100 in the
+        paper. Default: as many as each example needs for an error of 1 %, see `IntegratedGradientsContext`.
     chunk : int, optional
         Number of concepts to handle at a time; bounds the memory for large K. Default: all at once.
     slot, tolerance
@@ -95,7 +96,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         channel_dim: int = 1,
         residual: bool = False,
         two_step: bool | None = None,
-        context_steps: int = 100,
+        context_steps: int | None = None,
         chunk: int | None = None,
         slot: str | None = None,
         tolerance: float = TOLERANCE,
@@ -124,7 +125,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         self.layer_name, self.layer = find_layer(model, layer)
         self.subspaces, self.channel_dim = check_subspaces(subspaces), as_int(channel_dim, "channel_dim")
         self.residual, self.two_step = residual, two_step
-        self.context_steps = as_int(context_steps, "context_steps", 1)
+        self.context_steps = None if context_steps is None else as_int(context_steps, "context_steps", 1)
         self.chunk = None if chunk is None else as_int(chunk, "chunk", 1)
         self.slot, self.tolerance, self.strict = slot, tolerance, strict
         self._keeps_output = False

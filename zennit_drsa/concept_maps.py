@@ -41,7 +41,7 @@ class ConceptMaps(Explainer):
     composite: Composite
     attributor: Attributor
     two_step: bool | None
-    context_steps: int
+    context_steps: int | None
     chunk: int | None
     slot: str | None
     tolerance: float

@@ -42,14 +42,15 @@ class ScoreOf:
     Attributes
     ----------
     is_potential : bool
-        False: `attr_output` may depend on the output, and then no function has it as its gradient.
+        Whether `attr_output` was the same for all rows so far. If it depends on the output, no function has
+        it as its gradient.
     """
-
-    is_potential = False
 
     def __init__(self, attr_output: AttrOutput, rows: tuple[Tensor, int] | None = None) -> None:
         self._attr_output, self._rows = attr_output, rows
         self._outputs: Tensor | None = None
+        self._first: Tensor | None = None
+        self.is_potential = True
 
     def __call__(self, output: Tensor) -> Tensor:
         """Scores (n,) of outputs (n, …)."""
@@ -64,6 +65,8 @@ class ScoreOf:
                 exchanged[i] = row
                 starts.append(self._attr_output(exchanged)[i])
             start = torch.stack(starts)
+            self._first = start[:1] if self._first is None else self._first
+            self.is_potential = self.is_potential and bool((start == self._first).all())
         return (output * start.detach()).flatten(1).sum(1) if output.ndim > 1 else output * start.detach()
 
     def of_example(self, i: int) -> Self:

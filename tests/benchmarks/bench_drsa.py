@@ -1,19 +1,28 @@
-"""DRSA's default solver against the paper's loop, and PRCA against one eigh.
+"""DRSA's default solver against the paper's loop, by start, K, D and N; PRCA against one eigh.
 
-    python tests/benchmarks/bench_drsa.py --pairs pairs.npz            # arrays a and c, (N, D)
-    python tests/benchmarks/bench_drsa.py --pairs pairs.npz --measure 200 --history loop.npy
+    python tests/benchmarks/bench_drsa.py --pairs one.npz two.npz --seeds 0 1 2 --goals goals.json
+    python tests/benchmarks/bench_drsa.py --pairs one.npz two.npz --goals goals.json --measure 30
     python tests/benchmarks/bench_drsa.py --synthetic 2000 128 --iterations 500
+    python tests/benchmarks/bench_drsa.py --synthetic 10000 512 --sizes
 
-The yardstick is the objective that the paper's loop (gradient ascent, step 1, U (UᵀU)^-½) reaches in so many
-iterations from a random start of the paper's. Timed is how long the default solver takes, with the same seed
-and all of its reduced starts, to get there, and to the end. `--measure` runs only some iterations of the loop
-beside it: its time is then extrapolated, and the goal is that of a stored run or, failing that, of the
-quasi-Newton solver from the same start. The output says which. Run it on an idle machine.
+Files of pairs hold arrays a and c, (N, D). `--collect` makes one from a folder of photographs of one class:
+
+    … --collect load.py:VGG16Pets vgg16_pets.safetensors features.22 train/235_german_shepherd pets_235.npz
+
+(200 positions of each photograph, LRP with the rules that suit the network, seed 0.)
+
+The yardstick is the paper's loop: gradient ascent with step 1 and U (UᵀU)^-½, 5 000 iterations from a random
+start. Timed is the default solver with the same seed and all of its reduced starts: how long it takes to have
+a basis with the loop's objective, and how long the whole fit takes. One loop takes ten minutes and more. So
+its objectives are kept in the file of `--goals`, which a run without `--measure` fills; with `--measure` only
+so many iterations are run, for their time, and 5 000 times that is what the solver is held against. Run it on
+an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +34,6 @@ from drsa_core.pairs import normalise
 from drsa_core.solvers.drsa import block_sizes
 from drsa_core.solvers.objective import Objective
 from drsa_core.solvers.paper_loop import Callback, Result, gradient_ascent
-from drsa_core.solvers.quasi_newton import quasi_newton
 from drsa_core.solvers.search import Search, Solve, random_orthogonal
 from torch import Tensor
 
@@ -75,54 +83,118 @@ class TimedSearch(Search):
         return super().run(watched, objective, start, title, tol)
 
 
-def compare(a: Tensor, c: Tensor, n_subspaces: int, seed: int, options: argparse.Namespace) -> None:
-    """Time to the objective of the paper's loop, and of a whole default fit."""
-    objective = Objective(normalise(a), normalise(c), block_sizes(a.shape[1], n_subspaces, None), 0.5)
-    start = random_orthogonal(a.shape[1], seed).to(a)
-    timed(gradient_ascent, objective, start, 2)  # warm the caches
-    loop, loop_seconds = timed(gradient_ascent, objective, start, options.measure or options.iterations)
-    goal, source = loop.objective, f"{loop.n_iter} iterations of the loop"
-    whole_loop = loop_seconds[-1] / loop.n_iter * options.iterations
-    if options.history is not None:
-        history = np.load(options.history)
-        goal, source = float(history[-1]), f"a stored run of {len(history) - 1} iterations"
-    elif options.measure:
-        goal, source = timed(quasi_newton, objective, start, 500)[0].objective, "quasi-newton, same start"
+class Goals:
+    """Objectives of the paper's loop, in a JSON file: {"name K=4 seed 0, 5000 iterations": objective}."""
 
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.values: dict[str, float] = json.loads(file.read_text()) if file and file.exists() else {}
+
+    def add(self, key: str, value: float) -> None:
+        """Keep one, on disk at once."""
+        self.values[key] = value
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.values, indent=1) + "\n")
+
+
+def objective_of(a: Tensor, c: Tensor, n_subspaces: int) -> Objective:
+    """The paper's objective with q = 0.5 and K equal blocks."""
+    return Objective(normalise(a), normalise(c), block_sizes(a.shape[1], n_subspaces, None), 0.5)
+
+
+def loop_seconds(objective: Objective, start: Tensor, iterations: int) -> tuple[float, Result]:
+    """Seconds per iteration of the paper's loop, once it is warm, and where it got."""
+    timed(gradient_ascent, objective, start, 1)
+    result, seconds = timed(gradient_ascent, objective, start, iterations)
+    return seconds[-1] / result.n_iter, result
+
+
+def default_fit(objective: Objective, seed: int) -> tuple[TimedSearch, float, float]:
+    """The search with what it reached and when, the objective, and the seconds of it all."""
     search = TimedSearch(500, 3e-6, np.random.default_rng(seed), "DRSA", False)
-    search.reached, search.n_features, search.begin = [], a.shape[1], time.perf_counter()
+    search.reached, search.n_features, search.begin = [], objective.n_features, time.perf_counter()
     runs = search.coarse_to_fine(objective, None)
-    best = max(result.objective for result in runs)
-    fit_seconds = time.perf_counter() - search.begin
-    to_goal = next((seconds for value, seconds in search.reached if value >= goal * (1 - 1e-6)), None)
-    measured = "extrapolated" if options.measure else "measured"
-    print(
-        f"\nN = {len(a)}, D = {a.shape[1]}, K = {n_subspaces}, start {seed}, "
-        f"{torch.get_num_threads()} threads\n"
-    )
-    print(f"loop, {options.iterations} iterations: {whole_loop:.1f} s ({measured} from {loop.n_iter})")
-    print(f"goal {goal:.4f}, from {source}")
-    reached = "not reached" if to_goal is None else f"{to_goal:.2f} s, {whole_loop / to_goal:.0f}×"
-    print(f"default solver to the goal: {reached}")
-    print(
-        f"default fit, {len(search.reduced)} reduced starts, {len(runs)} in full: {fit_seconds:.2f} s, "
-        f"{whole_loop / fit_seconds:.0f}×, objective {best:.4f}"
-    )
+    return search, max(result.objective for result in runs), time.perf_counter() - search.begin
 
 
-def growth(n_subspaces: int) -> None:
-    """Milliseconds per iteration against N, D and K."""
-    print("\n| N | D | K | default solver, ms per iteration | paper's loop, ms per iteration |")
-    print("|---|---|---|---|---|")
-    for n, d, k in [(2500, 256, 4), (5000, 256, 4), (10_000, 256, 4), (5000, 128, 4), (5000, 512, 4),
-                    (5000, 256, 2), (5000, 256, 8), (5000, 256, 16)]:  # fmt: skip
-        a, c = synthetic(n, d)
-        objective = Objective(normalise(a), normalise(c), block_sizes(d, k, None), 0.5)
-        start = random_orthogonal(d, 0).float()
-        fast, fast_seconds = timed(quasi_newton, objective, start, 60)
-        paper, paper_seconds = timed(gradient_ascent, objective, start, 20)
-        fast_ms = 1e3 * fast_seconds[-1] / fast.n_iter
-        print(f"| {n} | {d} | {k} | {fast_ms:.1f} | {1e3 * paper_seconds[-1] / paper.n_iter:.1f} |")
+def compare(sets: dict[str, tuple[Tensor, Tensor]], options: argparse.Namespace) -> None:
+    """Time to the objective of the paper's loop, and of a whole default fit, for each set and start."""
+    goals = Goals(options.goals)
+    how = f"5 000 × the mean of {options.measure}" if options.measure else "measured"
+    print(f"\n{torch.get_num_threads()} threads, {options.iterations} iterations of the loop ({how})\n")
+    print("| pairs | N | D | K | start | loop, s | its J | to that J, s | × | whole fit, s | × | J |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name, (a, c) in sets.items():
+        objective, found = objective_of(a, c, options.subspaces), []
+        keys = [
+            f"{name} K={options.subspaces} seed {seed}, {options.iterations} iterations"
+            for seed in options.seeds
+        ]
+        for key, seed in zip(keys, options.seeds, strict=True):
+            start = random_orthogonal(a.shape[1], seed).to(a)
+            each, loop = loop_seconds(objective, start, options.measure or options.iterations)
+            whole_loop = each * options.iterations
+            if not options.measure:
+                goals.add(key, loop.objective)
+            goal = goals.values.get(key)
+            search, best, seconds = default_fit(objective, seed)
+            found.append(best)
+            reached = None
+            if goal is not None:
+                reached = next((s for value, s in search.reached if value >= goal * (1 - 1e-6)), None)
+            to_goal = ("–", "–") if reached is None else (f"{reached:.2f}", f"{whole_loop / reached:.0f}")
+            print(
+                f"| {name} | {len(a)} | {a.shape[1]} | {options.subspaces} | {seed} | {whole_loop:.0f} | "
+                f"{'–' if goal is None else f'{goal:.4f}'} | {to_goal[0]} | {to_goal[1]} | {seconds:.1f} | "
+                f"{whole_loop / seconds:.0f} | {best:.4f} |",
+                flush=True,
+            )
+        known = [goals.values[key] for key in keys if key in goals.values]
+        if known:
+            print(
+                f"\n{name}: best of {len(known)} loops {max(known):.4f}, fits from {min(found):.4f} to "
+                f"{max(found):.4f}\n"
+            )
+
+
+def by_size(sets: dict[str, tuple[Tensor, Tensor]], options: argparse.Namespace) -> None:
+    """A whole default fit against one loop for other K and N, on parts of the first set, and for larger D."""
+    name, (a, c) = next(iter(sets.items()))
+    cases = [(name, a, c, k) for k in (2, 8, 16)]
+    cases += [(name, a[:: len(a) // n], c[:: len(a) // n], 4) for n in (len(a) // 4, len(a) // 2)]
+    cases += [(name, a[:240], c[:240], 4)]
+    for n, d in options.wide or []:
+        cases.append(("synthetic", *synthetic(n, d), 4))
+    print("\n| pairs | N | D | K | loop, s | whole fit, s | × | J |\n|---|---|---|---|---|---|---|---|")
+    for label, activations, contexts, k in cases:
+        objective = objective_of(activations, contexts, k)
+        n, d = activations.shape
+        start = random_orthogonal(d, 0).to(activations)
+        each, _ = loop_seconds(objective, start, 3 if d > 1000 else 10)
+        _, best, seconds = default_fit(objective, 0)
+        whole = each * options.iterations
+        print(
+            f"| {label} | {n} | {d} | {k} | {whole:.0f} | {seconds:.1f} | {whole / seconds:.0f} | "
+            f"{best:.4f} |",
+            flush=True,
+        )
+
+
+def collect_pairs(network: str, weights: str, layer: str, folder: str, out: str) -> None:
+    """200 pairs of each photograph of a folder <class index>_<name>, with Zennit."""
+    from drsa_audit import load_network
+    from drsa_audit.images import photo_files
+
+    from zennit_drsa import collect
+
+    loaded = load_network(network, weights)
+    images = loaded.load(photo_files(Path(folder)))
+    target = loaded.output_of(int(Path(folder).name.split("_")[0]))
+    a, c = collect(
+        loaded.model, loaded.composite(), layer, images.split(10), target, positions=200, random_state=0
+    )
+    np.savez(out, a=a.numpy(), c=c.numpy())
+    print(f"{len(a)} pairs in {a.shape[1]} dimensions from {len(images)} photographs")
 
 
 def prca(a: Tensor, c: Tensor) -> None:
@@ -149,8 +221,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=Path, help="npz file with arrays a and c, shape (N, D)")
-    parser.add_argument("--synthetic", type=int, nargs=2, metavar=("N", "D"), help="made-up pairs instead")
+    parser.add_argument("--pairs", type=Path, nargs="+", default=[], help="npz files with a and c, (N, D)")
+    parser.add_argument("--synthetic", type=int, nargs=2, metavar=("N", "D"), help="made-up pairs as well")
+    parser.add_argument(
+        "--collect", nargs=5, metavar=("NETWORK", "WEIGHTS", "LAYER", "FOLDER", "OUT"), help="make a file"
+    )
     parser.add_argument("--subspaces", type=int, default=4, help="K (default: %(default)s)")
     parser.add_argument(
         "--iterations", type=int, default=5000, help="of the paper's loop (default: %(default)s)"
@@ -158,22 +233,29 @@ def main() -> None:
     parser.add_argument(
         "--measure", type=int, help="run only so many iterations of the loop, and extrapolate its time"
     )
+    parser.add_argument("--goals", type=Path, help="JSON file with objectives of the loop; see above")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="random starts (default: 0)")
+    parser.add_argument("--sizes", action="store_true", help="also other K and N")
     parser.add_argument(
-        "--history", type=Path, help="npy file with J along a loop run before: its last entry is the goal"
+        "--wide", type=int, nargs=2, action="append", metavar=("N", "D"), help="synthetic rows of --sizes"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="random starts (default: 1)")
-    parser.add_argument("--growth", action="store_true", help="also the cost against N, D and K")
+    parser.add_argument("--only-sizes", action="store_true", help="--sizes without the first table")
     options = parser.parse_args()
-    if options.pairs:
-        with np.load(options.pairs) as arrays:
+    if options.collect:
+        collect_pairs(*options.collect)
+        return
+    sets: dict[str, tuple[Tensor, Tensor]] = {}
+    for file in options.pairs:
+        with np.load(file) as arrays:
             a, c = (torch.as_tensor(arrays[name]).float() for name in ("a", "c"))
-    else:
-        a, c = synthetic(*(options.synthetic or (2000, 128)))
-    for seed in options.seeds:
-        compare(a, c, options.subspaces, seed, options)
-    prca(a, c)
-    if options.growth:
-        growth(options.subspaces)
+        sets[file.stem] = (a, c)
+    if options.synthetic or not sets:
+        sets["synthetic"] = synthetic(*(options.synthetic or (2000, 128)))
+    if not options.only_sizes:
+        compare(sets, options)
+        prca(*next(iter(sets.values())))
+    if options.sizes or options.only_sizes:
+        by_size(sets, options)
 
 
 if __name__ == "__main__":

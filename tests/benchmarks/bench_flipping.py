@@ -1,58 +1,156 @@
-"""Seconds per image of patch flipping on EfficientNet-Lite0, inpainting and network apart.
+"""Patch flipping on EfficientNet-Lite0: time per evaluation against the bare network, and against Quantus.
 
-The 20 photographs are crops of scikit-image's cat, the maps smooth noise: time hardly depends on them.
+    python tests/benchmarks/bench_flipping.py                  # fills, and ours against the bare network
+    python tests/benchmarks/bench_flipping.py --quantus        # Quantus' RegionPerturbation in the same run
 
-    python tests/benchmarks/bench_flipping.py
+The photographs are crops of scikit-image's cat, the maps smooth noise: time hardly depends on them. The
+bare network runs on images that are ready, at each batch size and in both memory formats; the fastest is the
+yardstick. Against Quantus: 8 photographs, mean fill, one patch a step, as it does it. Times of patch flipping
+include everything, the search for the batch size too. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import time
+import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from drsa_audit import load_network
+from drsa_audit import Network, load_network
 from drsa_audit.package_photos import package_photos, random_crops
-from drsa_core.evaluation import patch_flipping
+from drsa_core.evaluation import explain_func, patch_flipping
+from torch import Tensor, nn
+
+TARGET = 285
+FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
+
+
+def smooth_noise(inputs: Tensor, n_concepts: int) -> Tensor:
+    """Maps (N, K, 3, H, W)."""
+    noise = torch.randn(len(inputs), n_concepts, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    maps = nn.functional.interpolate(noise.flatten(0, 1), inputs.shape[2:], mode="bilinear")
+    return maps.unflatten(0, (len(inputs), n_concepts))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall-clock time of one run."""
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int, quiet: bool = False) -> float:
+    """Table of milliseconds per image of the network alone; returns the least."""
+    if not quiet:
+        print("\n| batch | contiguous, ms | channels-last, ms |\n|---|---|---|")
+    least = float("inf")
+    with torch.no_grad():
+        for size in sizes:
+            batch = inputs.repeat(-(-size // len(inputs)), 1, 1, 1)[:size]
+            row = []
+            for memory_format in FORMATS.values():
+                images = batch.contiguous(memory_format=memory_format)
+                times = [seconds(partial(model, images)) for _ in range(repeats + 1)]
+                row.append(1e3 * min(times[1:]) / size)
+            if not quiet:
+                print(f"| {size} | {row[0]:.2f} | {row[1]:.2f} |", flush=True)
+            least = min(least, *row)
+    return least
+
+
+def with_quantus(model: nn.Module, inputs: Tensor, maps: Tensor) -> float:
+    """Milliseconds per evaluation of Quantus' RegionPerturbation, one patch a step, mean fill."""
+    import quantus
+
+    metric = quantus.RegionPerturbation(
+        patch_size=16,
+        regions_evaluation=196,
+        perturb_baseline="mean",
+        normalise=False,
+        disable_warnings=True,
+        display_progressbar=False,
+    )
+    targets = torch.full((len(inputs),), TARGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spent = seconds(
+            lambda: metric(
+                model=model,
+                x_batch=inputs.numpy(),
+                y_batch=targets.numpy(),
+                explain_func=explain_func(lambda *_: maps),
+                softmax=False,
+                channel_first=True,
+                batch_size=len(inputs),
+            )
+        )
+    return 1e3 * spent / (197 * len(inputs))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--images", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--concepts", type=int, nargs="+", default=[1, 4], help="default: %(default)s")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, os.cpu_count() or 1])
-    parser.add_argument("--fill", default="telea", help="default: %(default)s")
+    parser.add_argument("--fills", nargs="+", default=["telea", "mean"], help="default: %(default)s")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of the bare runs")
+    parser.add_argument("--repeats", type=int, default=5, help="of the bare runs (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of ours, bare and Quantus in turn")
+    parser.add_argument("--only-rounds", action="store_true", help="nothing else")
+    parser.add_argument("--quantus", action="store_true", help="also Quantus, side by side")
     options = parser.parse_args()
     network = load_network("efficientnet_lite0")
+    # As a user has it; in channels-last, as loaded here, every input would be taken for one.
+    network.model.to(memory_format=torch.contiguous_format)
     crops = random_crops(package_photos()["cat"](), options.images)
-    inputs = torch.stack([network.to_input(crop) for crop in crops]).contiguous(
-        memory_format=torch.channels_last
+    inputs = torch.stack([network.to_input(crop) for crop in crops]).contiguous()
+    print(f"{len(inputs)} images, {torch.get_num_threads()} threads for the network")
+    maps = smooth_noise(inputs, max(options.concepts))
+    if not options.only_rounds:
+        least = bare(network.model, inputs, options.sizes, options.repeats)
+        print("\n| fill | K | evaluations | ms each | the network in it | × the fastest bare pass |")
+        print("|---|---|---|---|---|---|")
+        for fill, k in itertools.product(options.fills, options.concepts):
+            ours, inside, rows = flipped(network, inputs, maps[:, :k], fill, "squares")
+            ratio = ours / least
+            print(f"| {fill} | {k} | {rows} | {ours:.2f} | {inside:.2f} | {ratio:.2f} |", flush=True)
+    # In turn, as the speed of a machine changes within minutes.
+    print("\nmean fill, one patch a step, ms an evaluation")
+    print("| round | fastest bare pass | ours | × bare | Quantus | × ours |\n|---|---|---|---|---|---|")
+    for number in range(options.rounds):
+        before = bare(network.model, inputs, [4, 8, 16], options.repeats, quiet=True)
+        ours, _, _ = flipped(network, inputs, maps[:, :1], "mean", "single")
+        between = bare(network.model, inputs, [4, 8, 16], options.repeats, quiet=True)
+        theirs = with_quantus(network.model, inputs, maps[:, :1]) if options.quantus else float("nan")
+        least = (before + between) / 2
+        print(
+            f"| {number + 1} | {before:.2f} before, {between:.2f} after | {ours:.2f} | {ours / least:.2f} | "
+            f"{theirs:.2f} | {theirs / ours:.2f} |",
+            flush=True,
+        )
+
+
+def flipped(
+    network: Network, inputs: Tensor, maps: Tensor, fill: str, schedule: str
+) -> tuple[float, float, int]:
+    """Milliseconds per evaluation in all and in the network alone, and the evaluations."""
+    rows = 0
+
+    def counted(images: Tensor) -> Tensor:
+        nonlocal rows
+        rows += len(images)
+        output: Tensor = network.model(images)
+        return output
+
+    begin = time.perf_counter()
+    curves = patch_flipping(
+        counted, inputs, maps, TARGET, network.preprocessing, fill=fill, schedule=schedule
     )
-    print(f"{len(inputs)} images, {options.fill}, {torch.get_num_threads()} threads for the network")
-    print("| K | workers | seconds per image | inpainting | network |\n|---|---|---|---|---|")
-    for k in options.concepts:
-        noise = torch.randn(len(inputs), k, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-        maps = torch.nn.functional.interpolate(noise.flatten(0, 1), (224, 224), mode="bilinear")
-        maps = maps.unflatten(0, (len(inputs), k))
-        for workers in sorted(set(options.workers)):
-            begin = time.perf_counter()
-            curves = patch_flipping(
-                network.model,
-                inputs,
-                maps,
-                285,
-                network.preprocessing,
-                fill=options.fill,
-                workers=workers,
-                batch_size=8,
-            )
-            seconds = [time.perf_counter() - begin, curves.fill_seconds, curves.network_seconds]
-            print(
-                f"| {k} | {workers} | {' | '.join(f'{s / len(inputs):.3f}' for s in seconds)} |", flush=True
-            )
+    return 1e3 * (time.perf_counter() - begin) / rows, 1e3 * curves.network_seconds / rows, rows
 
 
 if __name__ == "__main__":

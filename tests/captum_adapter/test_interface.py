@@ -110,7 +110,8 @@ def test_one_score_per_example_needs_no_target() -> None:
 
 def test_callable_target_is_linear_in_the_scores() -> None:
     for method in (InputXGradient, IntegratedGradients):
-        da = split(method(conv_net()))
+        steps = IntegratedGradientsContext(20) if method is IntegratedGradients else None  # the same for all
+        da = split(method(conv_net()), context_method=steps)
         difference = da.attribute(images(), target=lambda y: y[:, 1] - y[:, 0])
         expected = da.attribute(images(), target=1) - da.attribute(images(), target=0)
         torch.testing.assert_close(difference, expected, rtol=1e-3, atol=1e-6)
@@ -228,7 +229,7 @@ def test_concept_relevance_adds_up_to_the_score() -> None:
     with torch.no_grad():
         a = model.features(images())
         y, y_0 = (model.classifier(model.top(t).flatten(1))[:, 2] for t in (a.clone(), a * 0))
-    torch.testing.assert_close(relevance.sum(1), y - y_0, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(relevance.sum(1), y - y_0, rtol=0.01, atol=0)  # what the steps were chosen for
 
 
 # ---------------------------------------------------------------------- contexts
@@ -257,10 +258,13 @@ def integrated_by_hand(model: nn.Module, layer: nn.Module, x: Tensor, target: in
 
 
 def test_default_contexts() -> None:
-    """IG: from 0, 100 steps; gradient methods: the gradient, as of Captum."""
+    """IG: from 0, with 100 steps or as many as it takes; gradient methods: the gradient, as of Captum."""
     model, x = conv_net(), images()
+    by_hand = integrated_by_hand(model, model.features[4], x, 3)
+    _, c = split(IntegratedGradients(model), context_method=IntegratedGradientsContext(100)).context(x, 3)
+    torch.testing.assert_close(c, by_hand, rtol=1e-4, atol=1e-7)
     _, c = split(IntegratedGradients(model)).context(x, 3)
-    torch.testing.assert_close(c, integrated_by_hand(model, model.features[4], x, 3), rtol=1e-4, atol=1e-7)
+    assert float((c - by_hand).norm()) <= 0.05 * float(by_hand.norm())  # fewer steps along a path with kinks
     for method in (InputXGradient, Saliency, DeepLift):
         a, c = split(method(model)).context(x, 3)
         layer = LayerGradientXActivation(model, model.features[4], multiply_by_inputs=False)
@@ -272,7 +276,7 @@ def test_context_methods_by_name_object_and_layer_attributor() -> None:
     model, x = conv_net(), images()
     a, ig = split(InputXGradient(model), context_method="integrated_gradients").context(x, 3)
     torch.testing.assert_close(
-        split(InputXGradient(model), context_method=IntegratedGradientsContext(n_steps=100)).context(x, 3)[1],
+        split(InputXGradient(model), context_method=IntegratedGradientsContext()).context(x, 3)[1],
         ig,
     )
     lrp = split(InputXGradient(model), context_method="lrp").context(x, 3)[1]
@@ -323,7 +327,7 @@ def test_lower_part_is_shared_in_step_1() -> None:
     rows = {"below": 0, "above": 0}
     model.features[0].register_forward_hook(lambda _, __, y: rows.update(below=rows["below"] + len(y)))
     model.classifier.register_forward_hook(lambda _, __, y: rows.update(above=rows["above"] + len(y)))
-    split(IntegratedGradients(model)).context(images(1), 1)
+    split(IntegratedGradients(model), context_method=IntegratedGradientsContext(100)).context(images(1), 1)
     # Two more runs find a, and try with 3 activations whether the lower part can be shared.
     assert rows == {"below": 1 + 2, "above": 100 + 1 + 3}
 

@@ -89,6 +89,26 @@ def test_filtered_paths_add_up_for_smoothgrad_and_integrated_gradients(composite
         torch.testing.assert_close(maps.sum(1), wrapped(input, TARGET)[1])
 
 
+def test_steps_of_the_path_are_chosen_where_the_sum_is_known():
+    """The same number for a target and for Zennit's own start of it; 100 for one that follows the output."""
+    model, input, blocks = small_model(), small_input(), subspaces(6)
+    wrapped = IntegratedGradients(model, n_iter=2)
+    run = DisentangledAttributor(wrapped, "pool", blocks, tolerance=1)
+    relevance = run.concept_relevance(input, [1, 4])
+    a = lower(model, input).detach()
+    gained = ((upper(model, a) - upper(model, 0 * a)) * TARGET).sum(1).detach()
+    torch.testing.assert_close(relevance.sum(1), gained, rtol=0.01, atol=0)
+    assert torch.equal(run.concept_relevance(input, TARGET), relevance)
+
+    fixed = DisentangledAttributor(wrapped, "pool", blocks, tolerance=1, context_steps=100)
+    assert not torch.equal(fixed.concept_relevance(input, TARGET), relevance)
+
+    def follows(output: Tensor) -> Tensor:
+        return output * TARGET
+
+    assert torch.equal(run(input, follows)[1], fixed(input, follows)[1])
+
+
 def test_integrated_gradients_in_two_steps():
     """Note B: c = ∫ ∂y/∂a along 0 → a; step 2 integrates ∂R̂_k/∂x with c held constant."""
     model, input, blocks = small_model(), small_input(), subspaces(6)

@@ -68,7 +68,8 @@ def test_integrated_gradients_run_the_lower_part_once_for_many_steps() -> None:
     model, input = small_model(), small_input(1)
     runs = []
     model.stem[0].register_forward_hook(lambda *_: runs.append(1))
-    run = DisentangledAttributor(IntegratedGradients(model, n_iter=20), "pool", subspaces(6), tolerance=1)
+    wrapped = IntegratedGradients(model, n_iter=20)
+    run = DisentangledAttributor(wrapped, "pool", subspaces(6), context_steps=100, tolerance=1)
     run(input, TARGET[:1])
     # 20 for step 2; the rest: two compared outputs, the pass to the layer twice, a trial, the path at once.
     assert len(runs) == 20 + 6

@@ -43,7 +43,9 @@ def mean(image: Array, mask: Array, neutral: Array) -> Array:
     """Mean colour of the pixels that are left; neutral if none is."""
     if mask.all():
         return constant(image, mask, neutral)
-    return constant(image, mask, image[:, ~mask].mean(1))
+    # A product with what is left: much faster than picking it out.
+    left = (~mask).astype(image.dtype).ravel()
+    return constant(image, mask, image.reshape(len(image), -1) @ left / left.sum())
 
 
 def blur(image: Array, mask: Array, neutral: Array) -> Array:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +18,12 @@ from tqdm.auto import tqdm
 from ..parameters import as_int
 from ..validation import check_finite
 from .fills import Array, Fill, find_fill
+from .pace import FIRST, Pace, Probe, probe
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
+
+LAST = torch.channels_last
+#: Numbers of the image and of the step.
+Jobs: TypeAlias = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def patch_flipping(
     patch_size: int = 16,
     schedule: str | Sequence[int] = "squares",
     fill: str | Fill = "telea",
-    batch_size: int = 32,
+    batch_size: int | None = None,
     workers: int | None = None,
     progress: bool = False,
 ) -> FlippingCurves:
@@ -140,9 +147,11 @@ def patch_flipping(
     fill : {"telea", "mean", "blur", "constant"} or callable
         What replaces removed pixels; as in `drsa_core.evaluation.fills`. An image of which nothing is left
         gets the colour that the network sees as 0, except with "blur".
-    batch_size : int
+    batch_size : int, optional
         Images per forward pass. Steps and images share the batches; a step that removes nothing new is not
-        run.
+        run. Default: the fastest, and inputs in the faster of two memory formats, both found on the first
+        batches (see `pace`). The outputs then differ by rounding from one run to the next; for the same bits
+        give a number, with which inputs keep their own memory format.
     workers : int, optional
         Threads that fill the next batch while the network runs. Default: one for each CPU, at most 8.
     progress : bool
@@ -170,7 +179,7 @@ def patch_flipping(
     targets = _targets(target, len(inputs))
     if not isinstance(preprocessing, Preprocessing):
         preprocessing = Preprocessing.from_mean_std(*preprocessing)
-    batch_size = as_int(batch_size, "batch_size", 1)
+    batch_size = None if batch_size is None else as_int(batch_size, "batch_size", 1)
     workers = min(8, os.cpu_count() or 1) if workers is None else as_int(workers, "workers", 1)
 
     grid = patch_grid(inputs.shape[2], inputs.shape[3], patch_size)
@@ -185,24 +194,31 @@ def patch_flipping(
     is_new[:, 1:] = (gone[:, 1:] != gone[:, :-1]).any(2)
     jobs = [(int(n), int(step)) for n, step in is_new.nonzero()]
     scores = torch.full(gone.shape[:2], torch.nan, dtype=torch.float64)
-    network_seconds = 0.0
+    clock = _Clock(model, targets, scores)
     pool = ThreadPoolExecutor(workers)
     bar = tqdm(total=len(jobs), desc="patch flipping", unit="image", disable=not progress)
     try:
-        for batch, filled in _prefetched(pool, filler, jobs, batch_size):
-            begin = time.perf_counter()
-            with torch.no_grad():
-                output = model(filled)
-            scores[tuple(zip(*batch, strict=True))] = _rectified(output, targets[[n for n, _ in batch]])
-            network_seconds += time.perf_counter() - begin
+        ahead = _Ahead(pool, filler, jobs)
+        tries: Probe | None = None
+        if batch_size is None:
+            pace, tries = _first_pace(ahead, clock)
+        else:
+            pace = Pace(batch_size, None)
+        while ahead.jobs:
+            batch, images = ahead.take(pace)
+            seconds = clock.run(batch, images)
             bar.update(len(batch))
+            try:
+                pace = pace if tries is None else tries.send(seconds)
+            except StopIteration as found:
+                pace, tries = found.value, None
     finally:
         pool.shutdown(cancel_futures=True)
         bar.close()
     for step in range(1, len(counts)):
         scores[:, step] = torch.where(is_new[:, step], scores[:, step], scores[:, step - 1])
     share = torch.tensor(counts, dtype=torch.float64) / n_patches
-    return FlippingCurves(share, gone.double().mean(2), scores, sum(filler.seconds), network_seconds)
+    return FlippingCurves(share, gone.double().mean(2), scores, sum(filler.seconds), clock.seconds)
 
 
 class _Filler:
@@ -248,28 +264,83 @@ class _Filler:
         self.seconds.append(time.perf_counter() - begin)
         return filled, mask
 
-    def batch(self, results: Sequence[tuple[Array, Array]], images: Sequence[int]) -> Tensor:
+    def images(self, batch: Jobs, filled: Sequence[tuple[Array, Array]], pace: Pace) -> Tensor:
         """Network inputs; pixels that are still there keep the very values of the inputs."""
-        originals = self.inputs[list(images)]
-        pixels = torch.from_numpy(np.stack([filled for filled, _ in results])).to(originals)
-        masks = torch.from_numpy(np.stack([mask for _, mask in results])).to(originals.device)
-        return torch.where(masks[:, None], self.preprocessing.to_inputs(pixels), originals)
+        originals = self.inputs[[n for n, _ in batch]]
+        pixels = torch.from_numpy(np.stack([image for image, _ in filled])).to(originals)
+        masks = torch.from_numpy(np.stack([mask for _, mask in filled])).to(originals.device)
+        images = torch.where(masks[:, None], self.preprocessing.to_inputs(pixels), originals)
+        return images if pace.memory_format is None else images.contiguous(memory_format=pace.memory_format)
 
 
-def _prefetched(
-    pool: ThreadPoolExecutor, filler: _Filler, jobs: list[tuple[int, int]], batch_size: int
-) -> Iterator[tuple[list[tuple[int, int]], Tensor]]:
-    """Batches of (image, step) with their filled images; the next batch is filled while one is in use."""
-    batches = [jobs[first : first + batch_size] for first in range(0, len(jobs), batch_size)]
+class _Ahead:
+    """Jobs still to be done, the next ones filled by the workers while the network runs.
 
-    def submit(batch: list[tuple[int, int]]) -> list[Future[tuple[Array, Array]]]:
-        return [pool.submit(filler.pixels_after, *job) for job in batch]
+    Images are filled one by one, as the batch size may change until the fastest is found.
+    """
 
-    upcoming = submit(batches[0])
-    for number, batch in enumerate(batches):
-        futures = upcoming
-        upcoming = submit(batches[number + 1]) if number + 1 < len(batches) else []
-        yield batch, filler.batch([future.result() for future in futures], [n for n, _ in batch])
+    def __init__(self, pool: ThreadPoolExecutor, filler: _Filler, jobs: Jobs) -> None:
+        self.pool, self.filler, self.jobs = pool, filler, jobs
+        self.futures: deque[Future[tuple[Array, Array]]] = deque()
+
+    def peek(self, pace: Pace) -> tuple[Jobs, Tensor]:
+        """The next batch, and its images as the network takes them."""
+        batch = self.jobs[: pace.batch_size]
+        self._submit(2 * pace.batch_size)
+        filled = [future.result() for future, _ in zip(self.futures, batch, strict=False)]
+        return batch, self.filler.images(batch, filled, pace)
+
+    def take(self, pace: Pace) -> tuple[Jobs, Tensor]:
+        """The next batch, which is then no longer to be done."""
+        batch, images = self.peek(pace)
+        for _ in batch:
+            self.futures.popleft()
+        self.jobs = self.jobs[len(batch) :]
+        self._submit(2 * pace.batch_size)  # for the next batches, while this one is run
+        return batch, images
+
+    def _submit(self, until: int) -> None:
+        for job in self.jobs[len(self.futures) : until]:
+            self.futures.append(self.pool.submit(self.filler.pixels_after, *job))
+
+
+class _Clock:
+    """Runs the network, notes the scores, and adds up the seconds."""
+
+    def __init__(self, model: Callable[[Tensor], Tensor], targets: Tensor, scores: Tensor) -> None:
+        self.model, self.targets, self.scores = model, targets, scores
+        self.seconds = 0.0
+
+    def run(self, batch: Jobs, images: Tensor) -> float:
+        """Seconds per image; scores on the CPU mean that a GPU is done."""
+        begin = time.perf_counter()
+        output = self.output(images)
+        self.scores[tuple(zip(*batch, strict=True))] = _rectified(output, self.targets[[n for n, _ in batch]])
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        return seconds / len(batch)
+
+    def output(self, images: Tensor) -> Tensor:
+        """The network's output."""
+        with torch.no_grad():
+            return self.model(images)
+
+    def takes_channels_last(self, images: Tensor) -> bool:
+        """Whether the network gives the same in channels-last; `view`, say, may refuse it."""
+        try:
+            expected, found = self.output(images), self.output(images.contiguous(memory_format=LAST))
+            largest = expected.abs().max()
+            return bool((found - expected).abs().max() <= 1e-3 * largest)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return False  # if it is not the format, the run that follows says so
+
+
+def _first_pace(ahead: _Ahead, clock: _Clock) -> tuple[Pace, Probe]:
+    """What to try on the first batch, and the search that goes on from there."""
+    plain = torch.contiguous_format
+    images = ahead.peek(Pace(FIRST, plain))[1]
+    tries = probe((plain, LAST) if clock.takes_channels_last(images) else (plain,))
+    return next(tries), tries
 
 
 def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:

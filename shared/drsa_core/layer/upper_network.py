@@ -64,6 +64,11 @@ class UpperNetwork:
             )
         return score
 
+    @property
+    def is_potential(self) -> bool:
+        """Whether the scores are those of one function, whose gradients can be integrated."""
+        return getattr(self._request.target, "is_potential", True)
+
     def _scores(self, rows: Tensor) -> Tensor:
         with torch.no_grad():
             return self(rows.clone())

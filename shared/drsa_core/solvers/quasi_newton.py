@@ -59,7 +59,14 @@ class Problem(Protocol[At]):
     """What the solver asks of an objective. U is (D, D), and L is zero on and above the block diagonal.
 
     Where the samples are, on one machine or on many, all or some of them, is the objective's business.
+
+    Attributes
+    ----------
+    columns : list of slice
+        Columns of U that belong to each block, the residual included.
     """
+
+    columns: list[slice]
 
     def evaluate(self, basis: Tensor) -> At:
         """The objective at U."""
@@ -78,12 +85,18 @@ def quasi_newton(
     tol: float,
     callback: Callback,
     warm_up: int = WARM_UP,
+    memory: Memory | None = None,
+    window: int = 10,
 ) -> Result:
-    """Maximise the objective from an orthogonal `start` (D, D), with `warm_up` iterations of the paper's."""
+    """Maximise the objective from an orthogonal `start` (D, D), with `warm_up` iterations of the paper's.
+
+    `memory` is that of an earlier run on nearly the same objective, which ended at `start`; it is added to.
+    `window` is the number of iterations over which the gain is held against `tol`.
+    """
     basis, at = start, objective.evaluate(start)
     gradient = objective.tangent_gradient(at)
     history = [at.value]
-    memory = Memory()
+    memory = Memory(objective.columns) if memory is None else memory
     since_refresh = 0
     fraction = 1.0  # of the paper's step
     while len(history) <= max_iter:
@@ -113,7 +126,7 @@ def quasi_newton(
         history.append(at.value)
         callback(at.value)
         # Only quasi-Newton iterations tell: the first ones may creep, or go to and fro.
-        if stalled(history[warm_up:], tol):
+        if stalled(history[warm_up:], tol, window):
             reason = f"the gain per iteration fell below tol = {tol:g}"
             return Result(orthogonalise(basis), history, True, reason)
     return Result(orthogonalise(basis), history, False, f"max_iter = {max_iter} was reached")
@@ -134,37 +147,65 @@ class Preconditioner:
 
 
 class Memory:
-    """The steps and gradient changes of L-BFGS, with the two-loop recursion over them."""
+    """The steps and gradient changes of L-BFGS, with the two-loop recursion over them.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    columns : list of slice
+        Blocks. Only the entries of L below them are kept, as vectors: three eighths of all for four blocks.
+    """
+
+    def __init__(self, columns: list[slice]) -> None:
+        self.below = [(slice(here.stop, None), here) for here in columns[:-1]]
         #: (step, decrease of the gradient, 1 / their inner product), oldest first.
         self.pairs: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=MEMORY)
 
+    def pack(self, lower: Tensor) -> Tensor:
+        """The entries of L (D, D) below the blocks, as a vector."""
+        parts = [lower[rows, columns].reshape(-1) for rows, columns in self.below]
+        return torch.cat(parts) if parts else lower.new_zeros(0)
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        """L, of the shape of `like`, from its entries below the blocks."""
+        lower, first = torch.zeros_like(like), 0
+        for rows, columns in self.below:
+            part = lower[rows, columns]
+            part.copy_(packed[first : first + part.numel()].view(part.shape))
+            first += part.numel()
+        return lower
+
     def add(self, step: Tensor, decrease: Tensor) -> None:
         """Remember a step, unless the objective is not concave along it."""
-        product = float((step * decrease).sum())
-        if product > 1e-10 * float(decrease.square().sum()):
+        step, decrease = self.pack(step), self.pack(decrease)
+        product = float(step @ decrease)
+        if product > 1e-10 * float(decrease @ decrease):
             self.pairs.append((step, decrease, 1 / product))
 
     def direction(self, gradient: Tensor, preconditioner: Preconditioner) -> tuple[Tensor, float]:
         """Ascent direction L and the slope of J along it."""
-        direction, coefficients = gradient.clone(), []
+
+        def preconditioned(packed: Tensor) -> Tensor:
+            return self.pack(preconditioner(self.unpack(packed, gradient)))
+
+        slopes = self.pack(gradient)
+        direction, coefficients = slopes.clone(), []
         for step, decrease, inverse in reversed(self.pairs):
-            coefficients.append(float((step * direction).sum()) * inverse)
+            coefficients.append(float(step @ direction) * inverse)
             direction.sub_(decrease, alpha=coefficients[-1])
-        direction = preconditioner(direction)
+        direction = preconditioned(direction)
         if self.pairs:
             _, decrease, inverse = self.pairs[-1]
-            direction /= inverse * float((decrease * preconditioner(decrease)).sum())
+            direction /= inverse * float(decrease @ preconditioned(decrease))
         for (step, decrease, inverse), coefficient in zip(self.pairs, reversed(coefficients), strict=True):
-            direction.add_(step, alpha=coefficient - float((decrease * direction).sum()) * inverse)
-        slope = float((gradient * direction).sum())
+            direction.add_(step, alpha=coefficient - float(decrease @ direction) * inverse)
+        slope = float(slopes @ direction)
         if slope <= 0 and self.pairs:
             self.pairs.clear()
             return self.direction(gradient, preconditioner)
+        lower = self.unpack(direction, gradient)
         limit = MAX_ANGLE if self.pairs else FIRST_ANGLE
-        shrink = min(1.0, limit / max(largest_angle(direction), 1e-30))
-        return direction * shrink, slope * shrink
+        shrink = min(1.0, limit / max(largest_angle(lower), 1e-30))
+        return lower * shrink, slope * shrink
 
 
 def line_search(

@@ -1,0 +1,58 @@
+"""Which batch size and memory format suit a network: found on the first batches of the work itself.
+
+Large batches may fall out of the processor's caches, and many networks are twice as fast on inputs in
+channels-last, the weights as they are. Both depend on network and machine, so they are timed. Nothing is
+run for timing alone, apart from one batch that has to give the same in both formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+
+#: Batch size to begin with, and those to go on with while they are faster.
+FIRST, LARGER, SMALLER = 8, (16, 32, 64), (4, 2, 1)
+#: Batches for each setting; the first of them only warms up.
+TRIES = 3
+#: What a batch size must gain to be taken, so that noise does not decide for an extreme one.
+GAIN = 0.97
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Images per batch, and their memory format (None: as it comes)."""
+
+    batch_size: int
+    memory_format: torch.memory_format | None
+
+
+#: Yields what to try on the next batch, takes its seconds per image, and returns what was fastest.
+Probe = Generator[Pace, float, Pace]
+
+
+def probe(formats: tuple[torch.memory_format, ...]) -> Probe:
+    """Try the formats, then larger batches, or else smaller ones, for as long as they gain."""
+    seconds = []
+    for memory_format in formats:
+        pace = Pace(FIRST, memory_format)
+        seconds.append(((yield from _fastest(pace)), pace))
+    fastest, best = min(seconds, key=lambda entry: entry[0])
+    for sizes in (LARGER, SMALLER):
+        for size in sizes:
+            pace = Pace(size, best.memory_format)
+            found = yield from _fastest(pace)
+            if found > GAIN * fastest:
+                break
+            fastest, best = found, pace
+        if best.batch_size != FIRST:
+            break
+    return best
+
+
+def _fastest(pace: Pace) -> Generator[Pace, float, float]:
+    seconds = []
+    for _ in range(TRIES):
+        seconds.append((yield pace))
+    return min(seconds[1:])

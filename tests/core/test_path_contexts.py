@@ -1,0 +1,152 @@
+"""Step 1 of Integrated Gradients: nested quadrature, and as many steps as the sum asks for (Note B.2)."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from drsa_core.layer import IntegratedGradientsContext, Request
+from drsa_core.layer.contexts import FIXED_STEPS
+from drsa_core.layer.quadrature import fejer, nested_levels
+from torch import Tensor, nn
+
+
+@pytest.mark.parametrize("n", [1, 3, 7, 31])
+def test_fejer_weights_are_integrals_of_lagrange_polynomials(n: int) -> None:
+    points, weights = fejer(n)
+    literal = np.array([1 / (p + 1) for p in range(n)])  # ∫ t^p dt
+    moments = np.array([(weights * points**p).sum() for p in range(n)])
+    np.testing.assert_allclose(moments, literal, atol=1e-13)  # n points, degree n − 1: this fixes the weights
+    assert (weights > 0).all()
+
+
+def test_levels_are_nested() -> None:
+    so_far: list[float] = []
+    for m, (points, weights) in enumerate(nested_levels(3, 4), start=3):
+        so_far += points.tolist()
+        expected = dict(zip(fejer(2**m - 1)[0].round(12), fejer(2**m - 1)[1], strict=True))
+        assert len(so_far) == len(weights) == 2**m - 1
+        for point, weight in zip(so_far, weights, strict=True):
+            assert weight == pytest.approx(expected[round(point, 12)], rel=1e-12)
+
+
+class Above(nn.Module):
+    """y = Σ_j f(a_j) above a layer that hands its input through; counts the activations that it sees."""
+
+    def __init__(self, f) -> None:
+        super().__init__()
+        self.layer, self.f, self.rows = nn.Identity(), f, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.layer(x)
+        self.rows += len(a)
+        return self.f(a).sum(1, keepdim=True)
+
+
+def contexts(model: Above, x: Tensor, method=None) -> tuple[Tensor, int]:
+    """Contexts, and the points on the path: not the first pass and the trial of three for each example."""
+    model.rows = 0
+    request = Request(model, model.layer, "layer", (x,), 0)
+    c = (method or IntegratedGradientsContext())(request)[1]
+    return c, model.rows - len(x) - 3 * len(x)
+
+
+def exp(a: Tensor) -> Tensor:
+    return torch.exp(3 * a)
+
+
+def kinks(a: Tensor) -> Tensor:
+    return sum((j * (a - t).relu() for j, t in enumerate((0.11, 0.37, 0.53, 0.71), 1)), 0 * a)
+
+
+def test_smooth_functions_need_few_steps_and_none_is_run_twice() -> None:
+    a = torch.tensor([[0.3, 1.2]], dtype=torch.float64)
+    c, n_points = contexts(Above(exp), a)
+    assert n_points == 15  # 7 are enough, and 15 say so
+    torch.testing.assert_close(a * c, torch.exp(3 * a) - 1, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("f", [exp, kinks])
+def test_error_is_below_one_per_cent_and_contexts_are_those_of_many_steps(f) -> None:
+    a = torch.tensor([[0.9, 0.8, 0.31]], dtype=torch.float64)
+    c, n_points = contexts(Above(f), a)
+    gained = float((f(a) - f(0 * a)).sum())
+    assert float((a * c).sum()) == pytest.approx(gained, rel=0.01)
+    assert 7 < n_points <= 511
+    many = contexts(Above(f), a, IntegratedGradientsContext(2000))[0]
+    assert float((c - many).abs().max()) <= 0.03 * float(many.abs().max())
+
+
+def test_steps_are_chosen_for_each_example() -> None:
+    """An example alone is the same as in a batch, and does not pay for the others."""
+    model = Above(lambda a: a + 0.5 * torch.sin(4 * a**2))
+    x = torch.tensor([[0.5, 0.4], [2.9, 2.8], [0.0, 0.0]], dtype=torch.float64)
+    together, n_points = contexts(model, x)
+    alone = [contexts(model, x[i : i + 1]) for i in range(3)]
+    assert torch.equal(together, torch.cat([c for c, _ in alone]))
+    assert n_points == sum(n for _, n in alone)
+    assert alone[0][1] < alone[1][1]
+    assert alone[2][1] == 15
+    assert bool(together[2].isfinite().all())  # a = 0: nothing to sum to
+
+
+def test_a_first_hit_by_chance_is_not_believed() -> None:
+    """Of a polynomial of degree 15, seven points miss a lot and fifteen nothing: 31 have to confirm it."""
+
+    def f(a: Tensor) -> Tensor:
+        before, here = torch.ones_like(a), 2 * a - 1  # Chebyshev's T_0 and T_1
+        for _ in range(14):
+            before, here = here, 2 * (2 * a - 1) * here - before
+        return a + here
+
+    a = torch.ones(1, 1, dtype=torch.float64)
+    points, weights = fejer(7)
+    t = torch.as_tensor(points).requires_grad_()
+    (slope,) = torch.autograd.grad(f(t).sum(), t)
+    gained = float(f(a) - f(0 * a))
+    assert abs(float((torch.as_tensor(weights) * slope).sum()) - gained) > 0.1 * gained
+    c, n_points = contexts(Above(f), a)
+    assert n_points == 31
+    assert float(c) == pytest.approx(gained, rel=1e-10)
+
+
+def test_cap_is_reported_and_fixed_steps_stay_as_they_are() -> None:
+    wild = Above(lambda a: torch.sin(5000 * a) + 0.1 * a)
+    a = torch.tensor([[1.0]], dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"with 511 steps is off by .*n_steps=2044"):
+        assert contexts(wild, a)[1] == 511
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        c, n_points = contexts(Above(exp), a, IntegratedGradientsContext(FIXED_STEPS))
+    assert n_points == 100
+    nodes, weights = np.polynomial.legendre.leggauss(100)
+    by_hand = sum(w / 2 * 3 * np.exp(3 * (t + 1) / 2) for t, w in zip(nodes, weights, strict=True))
+    assert float(c) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_no_more_steps_once_nothing_is_finite() -> None:
+    a = torch.tensor([[1.0]], dtype=torch.float64)
+    c, n_points = contexts(Above(lambda a: a + torch.where(a < 0.5, torch.nan, 0.0) * a), a)
+    assert n_points == 7
+    assert bool(c.isnan().all())
+
+
+def test_scores_that_are_no_potential_take_a_fixed_number() -> None:
+    class Weighted:
+        is_potential = False
+
+        def __call__(self, output: Tensor) -> Tensor:
+            return output[:, 0] * output.detach()[:, 0]
+
+    model = Above(exp)
+    request = Request(model, model.layer, "layer", (torch.ones(1, 2, dtype=torch.float64),), Weighted())
+    IntegratedGradientsContext()(request)
+    assert model.rows == 1 + 3 + FIXED_STEPS
+
+
+@pytest.mark.parametrize("n_steps", [0, -1, 2.5, "many"])
+def test_bad_numbers_of_steps(n_steps) -> None:
+    with pytest.raises((TypeError, ValueError), match="n_steps"):
+        IntegratedGradientsContext(n_steps)
