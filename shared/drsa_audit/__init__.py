@@ -9,7 +9,7 @@ For the paper's tables: `jobs` (what is fitted, and what is read from it), `expe
 explains and evaluates; an interrupted run goes on), `results`, `tables`, `figures`, and `benchmark`.
 
 For an audit: `opening` and `folders` (model, class and files from what a user names), `layers` and `choice`
-(where and how to explain), `session`, `concepts` and `steps` (what is done), `work` (what is kept),
+(where and how to explain), `session`, `concepts` and `audit_steps` (what is done), `work` (what is kept),
 `findings`, `record` and `report` (what it says), `auditing` and `fitting` (all of it in one call), `command`.
 
 Names are loaded when they are used: the command can then say what is not installed, and starts fast.

@@ -13,7 +13,8 @@ from drsa_core import Pairs, Subspaces, model_fingerprint
 from drsa_core.storage import versions
 from torch import nn
 
-from .choice import NAMES
+from .audit_steps import Explained, explain, flip_patches, relevance_of
+from .backend_choice import NAMES
 from .concepts import Learned, take_out
 from .errors import BadInput
 from .fitting import FitSettings, Training, collect_class, learn_class, open_training
@@ -23,7 +24,6 @@ from .progress import Progress
 from .record import AuditRecord
 from .report import Verdict, make_verdict, write_report
 from .session import Session
-from .steps import Explained, explain, flip_patches, relevance_of
 from .work import check_out
 
 #: Images of other classes, at most, whose concepts are looked at: in all, and of one class.

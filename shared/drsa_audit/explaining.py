@@ -15,6 +15,7 @@ from drsa_core.atomic_files import write_atomically
 from drsa_core.evaluation import peakness, separability
 from torch import Tensor
 
+from .audit_steps import Explained, explain, flip_patches, forward_seconds
 from .concepts import take_out
 from .errors import BadInput
 from .findings import shares
@@ -22,7 +23,6 @@ from .folders import TargetClass, find_files, find_target
 from .opening import ModelSettings, count_outputs, open_network, read_images
 from .progress import Progress
 from .session import Session, open_session
-from .steps import Explained, explain, flip_patches, forward_seconds
 from .work import Work, check_out, write_json
 
 

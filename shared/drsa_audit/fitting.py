@@ -10,6 +10,7 @@ import torch
 from drsa_core import Pairs, Subspaces
 from torch import Tensor
 
+from .audit_steps import collect, forward_seconds, noted
 from .concepts import Learned, learn
 from .errors import BadInput
 from .folders import ImageFiles, find_files, find_target
@@ -17,7 +18,6 @@ from .networks import Network
 from .opening import ModelSettings, count_outputs, open_network, read_images
 from .progress import Progress
 from .session import Session, open_session
-from .steps import collect, forward_seconds, noted
 from .work import Work, check_out, read_json, write_json
 
 

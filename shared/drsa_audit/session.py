@@ -11,8 +11,8 @@ from drsa_core import model_fingerprint
 from drsa_core.layer import find_layer
 from torch import Tensor
 
+from .backend_choice import Choice, choose_backend
 from .backends import Backend, make_backend
-from .choice import Choice, choose_backend
 from .errors import BadInput
 from .folders import TargetClass
 from .layers import LayerInfo, inspect_layers, is_cut, suggested_layer

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from drsa_audit import audit
+from drsa_audit.audit_steps import load_explained
 from drsa_audit.record import AuditRecord
-from drsa_audit.steps import load_explained
 from drsa_core import Subspaces
 from PIL import Image
 

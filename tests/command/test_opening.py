@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torchvision
-from drsa_audit.choice import choose_backend
+from drsa_audit.backend_choice import choose_backend
 from drsa_audit.images import to_pixels
 from drsa_audit.layers import inspect_layers, suggested_layer
 from drsa_audit.networks import load_network, with_input

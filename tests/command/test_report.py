@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drsa_audit.audit_steps import Explained, load_explained
 from drsa_audit.record import AuditRecord
 from drsa_audit.report import make_verdict, render
 from drsa_audit.report.charts import Line, line_chart
 from drsa_audit.report.colours import concept_colours
 from drsa_audit.report.pictures import crop_box, packed, shrunk
-from drsa_audit.steps import Explained, load_explained
 from drsa_core import Subspaces
 
 

@@ -56,13 +56,12 @@ def test_the_library_imports_neither_examples_nor_tests() -> None:
 
 
 def test_the_name_of_a_module_is_used_once() -> None:
-    # A package may hold a module of its own name (`doctor.doctor`); private files are named after what they
-    # hold of others (`_captum`, `_zennit`).
+    # A package may hold a module of its own name (`doctor.doctor`); commands are named after what they run.
     names = Counter(
         parts[-1]
         for package in LIBRARY
         for module in MODULES[package]
-        if (parts := module.name.split("."))[-2:-1] != parts[-1:]
+        if (parts := module.name.split("."))[-2:-1] != parts[-1:] and parts[-2:-1] != ["command"]
     )
     assert [name for name, count in names.items() if count > 1] == []
 

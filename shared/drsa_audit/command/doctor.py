@@ -25,7 +25,7 @@ def doctor(**given: Any) -> None:
     """
     import torch
 
-    from ..choice import choose_backend
+    from ..backend_choice import choose_backend
     from ..errors import BadInput
     from ..images import photo_files
     from ..opening import count_outputs, open_network, read_images

@@ -13,10 +13,10 @@ from drsa_core import Subspaces
 from drsa_core.atomic_files import write_atomically
 from markupsafe import Markup, escape
 
+from ..audit_steps import Explained, load_explained
 from ..findings import half_area, mixtures
 from ..progress import duration
 from ..record import AuditRecord
-from ..steps import Explained, load_explained
 from ..work import check_out
 from .charts import Line, line_chart, point_chart
 from .colours import concept_colours

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..audit_steps import Explained
 from ..findings import Outlier, TwoGroups, outliers, share_against, shares, two_groups
 from ..record import AuditRecord
-from ..steps import Explained
 
 #: Fewer images than these are few.
 FEW_TRAIN, FEW_TEST = 30, 10
