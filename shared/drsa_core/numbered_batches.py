@@ -7,7 +7,14 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from tqdm.auto import tqdm
 
 from .layer.request import Inputs
@@ -31,8 +38,8 @@ class NumberedBatches:
     """This rank's share of the batches of a loader: a row without gaps, rank after rank.
 
     A batch is the same, with the same numbers, whatever the number of ranks. Of a `DataLoader` that goes
-    through its data set in order only batches that are needed are loaded; other loaders are gone through by
-    every rank, and what is not needed is dropped.
+    through its data set in order, with torch's own `collate_fn`, only batches that are needed are loaded;
+    other loaders are gone through by every rank, and what is not needed is dropped.
 
     Parameters
     ----------
@@ -158,9 +165,13 @@ def n_images_of(batch: Any) -> int:
 def _plan_of(loader: Iterable[Any]) -> list[list[int]] | None:
     """Indices of each batch of a `DataLoader` that goes through its data set in order; None for all others.
 
-    Subclasses may do anything, and are gone through.
+    Subclasses and functions that make batches may do anything: such loaders are gone through.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return None
+    if (
+        loader.collate_fn is not default_collate
+    ):  # others may drop images, so that only a batch can be counted
         return None
     sampler = loader.batch_sampler
     if type(sampler) is not BatchSampler or type(sampler.sampler) is not SequentialSampler:
