@@ -38,7 +38,7 @@ def network() -> Network:
         size=224,
         preprocessing=Preprocessing.from_mean_std(MEAN, STD, "BGR"),
         layer="layer3",
-        composite=lambda: suitable_composite(model, MEAN, STD),
+        composite=lambda layer: suitable_composite(model, MEAN, STD, layer),
         resize=256,
         interpolation="bilinear",
     )

@@ -67,7 +67,7 @@ def main() -> None:
             network.preprocessing.to_inputs(load_images(files, network.size)[0])
             for files in (images.train, images.val)
         )
-        wrapper = DisentangledAttributor(Gradient(network.model, network.composite()), layer)
+        wrapper = DisentangledAttributor(Gradient(network.model, network.composite(layer)), layer)
         pairs = wrapper.collect(train.split(4), target, random_state=0, progress=False)
         reference = pairs.a.mean(0) if options.mean else None
         for name, fit in methods(options.subspaces).items():

@@ -191,7 +191,7 @@ def collect_pairs(network: str, weights: str, layer: str, folder: str, out: str)
     images = loaded.load(photo_files(Path(folder)))
     target = loaded.output_of(int(Path(folder).name.split("_")[0]))
     a, c = collect(
-        loaded.model, loaded.composite(), layer, images.split(10), target, positions=200, random_state=0
+        loaded.model, loaded.composite(layer), layer, images.split(10), target, positions=200, random_state=0
     )
     np.savez(out, a=a.numpy(), c=c.numpy())
     print(f"{len(a)} pairs in {a.shape[1]} dimensions from {len(images)} photographs")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from drsa_core import DRSA, DSA, PRCA, Pairs, PairShards, PairStore, fit_many, joined_ranks
 from drsa_core.explainer import Explainer
-from drsa_core.layer import Inputs
+from drsa_core.layer import Inputs, Request
 from drsa_core.ranks import Ranks
 from drsa_core.target import Target
 from torch import Tensor, nn
@@ -50,6 +50,10 @@ class GradientTimesInput(Explainer):
 
     def _origin(self) -> dict[str, Any]:
         return {"backend": "test", "method": "gradient", "layer": "0", "model": None}
+
+    def _request(self, inputs: Inputs, target: Target) -> Request:
+        assert isinstance(inputs, Tensor)
+        return Request(self.model, self.layer, self.layer_name, (inputs,), target, self.channel_dim)
 
     def _known_model(self) -> nn.Module:
         return self.model
