@@ -197,7 +197,7 @@ def widths(axis: Axes) -> list[float]:
 def test_bars_of_features() -> None:
     values = torch.tensor([[3.0, -1.0, 0.0, 0.5], [0.0, 2.0, -4.0, 0.5]])
     figure = plot.concept_bars(
-        values, ["a", "b", "c", "d"], ["one", "two"], values=[1, 2, 3, 4.5], n_features=3
+        values, ["a", "b", "c", "d"], ["one", "two"], values=torch.tensor([1, 2, 3, 4.5]), n_features=3
     )
     first, second = figure.axes
     assert [tick.get_text() for tick in first.get_yticklabels()] == ["c = 3", "a = 1", "b = 2", "1 others"]
