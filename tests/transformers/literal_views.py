@@ -12,7 +12,8 @@ def joined(*layers: Any) -> SimpleNamespace:
     """Linear layers one above another."""
     biases = [layer.bias for layer in layers]
     return SimpleNamespace(
-        weight=torch.cat([layer.weight for layer in layers]), bias=None if None in biases else torch.cat(biases)
+        weight=torch.cat([layer.weight for layer in layers]),
+        bias=None if None in biases else torch.cat(biases),
     )
 
 

@@ -104,7 +104,9 @@ def test_an_error_in_between_leaves_the_model_as_it_was(name):
     handle.remove()
 
 
-@pytest.mark.parametrize("name", ["torchvision ViT", "open_clip", "torchvision Swin", "timm Swin", "Bert mean"])
+@pytest.mark.parametrize(
+    "name", ["torchvision ViT", "open_clip", "torchvision Swin", "timm Swin", "Bert mean"]
+)
 def test_zennits_own_rules_on_the_canonical_form(name):
     model = CASES[name].model()
     x, case = CASES[name].inputs(model), CASES[name]

@@ -60,7 +60,5 @@ FAMILY = Family(
         "ViTAttention": attention("q_proj", "k_proj", "v_proj", "num_attention_heads", "o_proj"),
         **activations(),
     },
-    as_they_are=frozenset(
-        {"ViTForImageClassification", "ViTPatchEmbeddings", "ViTMLP", "ViTPooler"}
-    ),
+    as_they_are=frozenset({"ViTForImageClassification", "ViTPatchEmbeddings", "ViTMLP", "ViTPooler"}),
 )

@@ -101,9 +101,7 @@ def _shift_mask(x: Tensor, window: list[int], shift: list[int]) -> Tensor | None
         return None
     height, width = x.shape[1:3]
     regions = x.new_zeros(height, width)
-    borders = [
-        [slice(0, -w), slice(-w, -by), slice(-by, None)] for w, by in zip(window, shift, strict=True)
-    ]
+    borders = [[slice(0, -w), slice(-w, -by), slice(-by, None)] for w, by in zip(window, shift, strict=True)]
     for i, across in enumerate(borders[0]):
         for j, along in enumerate(borders[1]):
             regions[across, along] = 3 * i + j
