@@ -1,4 +1,4 @@
-"""LRP on vision transformers as timm builds them, written out formula by formula: slow, without autograd and without hooks.
+"""LRP on vision transformers as timm builds them, written out: slow, without autograd and without hooks.
 
 Every function returns its value and a function from the relevance of that value to those of its inputs.
 Contributions u_jk = a_j w_jk are built as tensors, whatever their size. What position embeddings and prefix
@@ -77,7 +77,7 @@ def attention(
     bias: Tensor | float = 0.0,
     scale: float | None = None,
 ) -> tuple[Tensor, Back]:
-    """One head at a time, o_ij = Σ_t A_it v_tj; relevance of q, k and v. The bias of the logits takes none."""
+    """One head at a time, o_ij = Σ_t A_it v_tj; relevance of q, k and v; a bias takes none."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * torch.einsum("...id,...td->...it", q, k) + bias
     weights = logits.exp() / logits.exp().sum(-1, keepdim=True)

@@ -77,7 +77,8 @@ def block(m: Any, x: Tensor, reading: str, gamma: float, bias: Tensor) -> tuple[
 def head(model: Any, x: Tensor, present: Tensor, gamma: float) -> tuple[Tensor, Back]:
     """The mean over tokens, or two layers on the first token with tanh, in DistilBERT ReLU, between them."""
     if model.output == "mean":
-        weighted = x * (present / present.sum(1, keepdim=True))[..., None]
+        weights = present.to(x.dtype)
+        weighted = x * (weights / weights.sum(1, keepdim=True))[..., None]
         pooled = weighted.sum(1)
         return pooled, lambda r: weighted * over(r, pooled)[:, None]
     m = model.model

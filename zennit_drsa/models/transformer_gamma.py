@@ -100,7 +100,7 @@ class TransformerGamma(Composite):  # type: ignore[misc]
         if is_first and self._first is not None:
             if not isinstance(module, Convolution):
                 raise ValueError(
-                    f"the first layer with weights is {name}, a {type(module).__name__}, and not a convolution "
+                    f"the first layer with weights is {name}, a {type(module).__name__}, not a convolution "
                     "over pixels, for which the bounds of z^B are; leave out low=, high=, mean= and std="
                 )
             return self._first

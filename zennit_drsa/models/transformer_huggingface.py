@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,14 +52,14 @@ class TransformersModel(nn.Module):
             raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
         if output not in _OUTPUTS:
             raise ValueError(f"output must be one of {', '.join(_OUTPUTS)}, got {output!r}")
-        if model.main_input_name not in ("pixel_values", "input_ids"):
+        takes: object = model.main_input_name
+        if takes not in ("pixel_values", "input_ids"):
             raise ValueError(
-                f"{type(model).__name__} takes {model.main_input_name}; supported are models of pixel_values "
-                "and of input_ids"
+                f"{type(model).__name__} takes {takes}; supported are models of pixel_values and of input_ids"
             )
         self.model, self.output = model, output
         self.training = model.training
-        self.is_text = model.main_input_name == "input_ids"
+        self.is_text = takes == "input_ids"
         if token_type_ids is not None and (not self.is_text or token_type_ids.ndim != 1):
             raise ValueError(
                 "token_type_ids must be of shape (T,) and for a text model, got "
@@ -207,6 +206,10 @@ def _check_encoder(m: Any) -> None:
         )
 
 
-def activations() -> dict[str, Callable[[Edits, Any], None]]:
+def activations() -> dict[str, Form]:
     """Activations of `transformers`, which pass relevance."""
-    return dict.fromkeys(_ACTIVATIONS, lambda edits, m: edits.pass_relevance(m))
+    return dict.fromkeys(_ACTIVATIONS, _pass)
+
+
+def _pass(edits: Edits, m: Any) -> None:
+    edits.pass_relevance(m)

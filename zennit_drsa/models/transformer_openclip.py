@@ -14,8 +14,9 @@ from .transformer_parts import ContributionSum, PositionSum, PrefixTokens, Token
 def _block(edits: Edits, m: Any) -> None:
     if hasattr(m, "ln_1_kv"):
         raise ValueError(
-            "a ResidualAttentionBlock with is_cross_attention=True is part of a decoder: cross-attention and "
-            "causal decoders are not supported, use Integrated Gradients or another method without rules there"
+            "a ResidualAttentionBlock with is_cross_attention=True is part of a decoder: cross-attention "
+            "and causal decoders are not supported, use Integrated Gradients or another method without "
+            "rules there"
         )
     edits.part(m, "sum_attention", ContributionSum())
     edits.part(m, "sum_mlp", ContributionSum())

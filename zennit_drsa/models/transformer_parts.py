@@ -36,7 +36,7 @@ class ContributionSum(CanonicalPart):
 
 
 class PositionSum(CanonicalPart):
-    """Tokens plus their position embeddings, or other learned ones, which keep their part of the relevance."""
+    """Tokens plus position embeddings, or other learned ones, which keep their part of the relevance."""
 
     def __init__(self, keeps: str = "position embeddings") -> None:
         super().__init__()
