@@ -39,7 +39,7 @@ def start_ranks(size: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 120) -> list[tuple[int, str]]:
+def finish(processes: list[subprocess.Popen[str]], timeout: float = 600) -> list[tuple[int, str]]:
     """Exit code and standard error of each; whoever is left after the time is killed."""
     ended = []
     try:

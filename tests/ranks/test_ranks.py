@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_the_others_with_an_error() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     processes[1].kill()
-    ended = finish(processes, 50)
+    ended = finish(processes)
     assert ended[1][0] == -9
     assert ended[0][0] == 1
     assert "RankError: rank 0 of 2 waited for the others (the end) in vain" in ended[0][1]

@@ -108,7 +108,7 @@ FITS = {
 def main(folder: Path) -> None:
     """Run everything, and write what this rank found."""
     torch.set_num_threads(1)
-    with joined_ranks(timedelta(seconds=60)) as ranks:
+    with joined_ranks(timedelta(seconds=300)) as ranks:
         here = folder / f"rank{ranks.rank}"
         here.mkdir()
         for name, (make, size) in FITS.items():
