@@ -74,7 +74,7 @@ def test_rules_follow_other_preprocessing() -> None:
     assert float(other.preprocessing.to_inputs(white).max()) == 2.0
     for changed, high in ((plain, 2.64), (other, 2.0)):
         rules = changed.composite()
-        assert float(rules._first.high.max()) == pytest.approx(high, abs=0.01)  # type: ignore[attr-defined]
+        assert float(rules._first.high.max()) == pytest.approx(high, abs=0.01)
 
 
 def test_a_model_in_training_mode_is_refused() -> None:
