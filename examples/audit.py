@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import planted_watermark as planted
 import torch
@@ -36,7 +37,7 @@ def cheating_network(n_images: int, epochs: int, seed: int = 0, progress: bool =
     return planted.train(images, labels, seed, epochs, progress)
 
 
-def audit_boxes(model: nn.Module, folder: Path, **settings: object) -> Audit:
+def audit_boxes(model: nn.Module, folder: Path, **settings: Any) -> Audit:
     """The audit of class "box"; the pictures are already as the network takes them, but for 0.5."""
     with torch.random.fork_rng(devices=[]):
         return audit(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from drsa_core import model_fingerprint
 from drsa_core.layer import find_layer
+from drsa_core.storage import versions
 from torch import Tensor
 
 from .backend_choice import Choice, choose_backend
@@ -73,6 +74,7 @@ class Session:
     def decided_by(self, files: list[Path]) -> dict[str, Any]:
         """What decides results on these files."""
         return {
+            "version": versions().get("captum-zennit-drsa"),
             "model": model_fingerprint(self.network.model),
             "layer": self.layer.name,
             "target": self.target.output,

@@ -17,7 +17,7 @@ MODEL = "tests.command.tiny:network"
 INPUT = ("--size", str(SIZE), "--resize", str(SIZE), "--mean", "0.5", "--std", "0.25")
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     """Two convolutions with fixed random weights; it tells nothing apart, but has all that a map needs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -47,7 +47,7 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(*list(network())[:5])
+        self.features = network()[:5]
         self.gate = nn.Conv2d(16, 16, 1)
         self.head = nn.Linear(16, 3)
 

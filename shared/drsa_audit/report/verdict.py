@@ -96,7 +96,7 @@ def _stability_facts(record: AuditRecord) -> list[str]:
     found = record.stability
     if found is None:
         return ["It was not tested whether the concepts come back in other fits."]
-    if not found["beats_chance"]:
+    if not found.get("beats_chance", True):
         return ["Stable: no. Fits to evidence that is shuffled over the images come out as good as these."]
     n_stable, n_all = sum(found["is_stable"]), len(found["is_stable"])
     lowest, highest = min(found["index"]), max(found["index"])
