@@ -54,7 +54,9 @@ def synthetic(n_samples: int, n_features: int, seed: int = 0) -> tuple[Tensor, T
     basis = random_orthogonal(n_features, seed).float().view(n_features, 4, -1)
     which = torch.randint(4, (n_samples,), generator=generator)
     inside = torch.randn(n_samples, basis.shape[2], generator=generator)
-    a = torch.einsum("dnk,nk->nd", basis[:, which], inside)
+    a = torch.empty(n_samples, n_features)
+    for k in range(4):
+        a[which == k] = inside[which == k] @ basis[:, k].T
     a = (a + 0.3 * torch.randn(n_samples, n_features, generator=generator) * a.std()).clamp(min=0)
     c = a * torch.rand(n_samples, n_features, generator=generator)
     return a, c + 0.3 * c.std() * torch.randn(n_samples, n_features, generator=generator)

@@ -43,9 +43,9 @@ def mean(image: Array, mask: Array, neutral: Array) -> Array:
     """Mean colour of the pixels that are left; neutral if none is."""
     if mask.all():
         return constant(image, mask, neutral)
-    # A product with what is left: much faster than picking it out.
-    left = (~mask).astype(image.dtype).ravel()
-    return constant(image, mask, image.reshape(len(image), -1) @ left / left.sum())
+    # A sum with weights is much faster than picking out what is left.
+    left = (~mask).astype(image.dtype)
+    return constant(image, mask, np.einsum("chw,hw->c", image, left) / left.sum())
 
 
 def blur(image: Array, mask: Array, neutral: Array) -> Array:

@@ -227,13 +227,9 @@ class _Filler:
     def __init__(
         self, inputs: Tensor, preprocessing: Preprocessing, fill: Fill, gone: Tensor, grid: Tensor
     ) -> None:
-        self.inputs, self.preprocessing, self.fill, self.gone, self.grid = (
-            inputs,
-            preprocessing,
-            fill,
-            gone,
-            grid,
-        )
+        self.inputs, self.preprocessing, self.fill = inputs, preprocessing, fill
+        # In NumPy, as what the workers do must not compete for the threads of the network.
+        self.gone, self.grid = gone.numpy(), grid.numpy()
         with torch.no_grad():
             pixels = preprocessing.to_pixels(inputs)
             neutral = preprocessing.to_pixels(torch.zeros_like(inputs[:1]))
@@ -255,7 +251,7 @@ class _Filler:
     def pixels_after(self, n: int, step: int) -> tuple[Array, Array]:
         """Filled pixels (C, H, W) of image n after a step, and the mask (H, W) of what was removed."""
         begin = time.perf_counter()
-        mask = self.gone[n, step][self.grid].numpy()
+        mask = self.gone[n, step][self.grid]
         filled = self.fill(self.pixels[n], mask, self.neutral) if mask.any() else self.pixels[n]
         if filled.shape != self.pixels[n].shape:
             raise ValueError(f"fill must return an image of shape {self.pixels[n].shape}, got {filled.shape}")
