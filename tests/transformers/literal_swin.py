@@ -37,8 +37,8 @@ def in_window(m: Any, x: Tensor, bias: Tensor, reading: str, gamma: float) -> tu
     q, k = heads(q, m.num_heads), heads(k, m.num_heads)
     scale = None
     if is_cosine:  # lengths are constants, so that relevance passes
-        q = q / q.norm(dim=-1, keepdim=True) * m.logit_scale.clamp(max=math.log(100)).exp()
-        k, scale = k / k.norm(dim=-1, keepdim=True), 1.0
+        q = over(q, q.norm(dim=-1, keepdim=True)) * m.logit_scale.clamp(max=math.log(100)).exp()
+        k, scale = over(k, k.norm(dim=-1, keepdim=True)), 1.0  # keys of padding are zero
     o, attend = attention(q, k, heads(v, m.num_heads), reading, False, bias, scale)
     z, project = linear(unheads(o), m.proj.weight, m.proj.bias, gamma)
 
