@@ -69,7 +69,10 @@ class SentenceEncoder(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         states = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask[:, :, None].to(states)
-        return nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=1)
+        vector = (states * weights).sum(1) / weights.sum(1)
+        # The length is a constant for gradients. Otherwise relevance would cancel: a cosine does not change
+        # with the length of the vector, so that its derivatives along the vector are 0.
+        return vector / vector.detach().norm(dim=1, keepdim=True)
 
 
 class Similarity:
