@@ -28,9 +28,9 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     Notes
     -----
     Above: the stability of each concept, a dot each, filled where it is stable, with the threshold (line) and
-    shuffled contexts (crosses), which may be as stable. Middle: the largest correlation of two concepts; above the line, two of them
-    are parts of one. Below: the objective on the images of a fit, on images left out, and with shuffled
-    contexts, which it must exceed. The chosen K is shaded.
+    shuffled contexts (crosses), which may be as stable. Middle: the largest correlation of two concepts;
+    above the line, two of them are parts of one. Below: the objective on the images of a fit, on images left
+    out, and with shuffled contexts, which it must exceed. The chosen K is shaded.
     """
     from matplotlib.figure import Figure
 

@@ -122,7 +122,7 @@ class Stability:
     def __str__(self) -> str:
         width = max(len(name) for name in self.subspaces.names)
         rows = [
-            f"{name:{width}}  {index:.2f}  {'stable' if stable else 'NOT STABLE'}"
+            f"{name:{width}}  {index:.3f}  {'stable' if stable else 'NOT STABLE'}"
             for name, index, stable in zip(
                 self.subspaces.names, self.index.tolist(), self.is_stable, strict=True
             )
