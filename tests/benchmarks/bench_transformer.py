@@ -42,7 +42,7 @@ def main() -> None:
         nn.init.normal_(model.head.weight, std=0.05)  # timm's initial head is zero in some models
     x = torch.rand(options.images, 3, options.size, options.size) * 2 - 1
     solver = RandomSubspaces(options.concepts, random_state=0)
-    subspaces: Subspaces = solver.fit(torch.randn(2, model.embed_dim)).subspaces_
+    subspaces: Subspaces = solver.fit(torch.randn(2, int(model.embed_dim))).subspaces_
 
     def start(output: Tensor) -> Tensor:
         return output.detach() * nn.functional.one_hot(output.detach().argmax(1), output.shape[1])

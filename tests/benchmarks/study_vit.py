@@ -23,7 +23,7 @@ from drsa_audit import load_network
 from drsa_audit.images import ClassFolder, class_folders
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
 from drsa_core.evaluation import class_means, patch_flipping, summarise
-from drsa_core.solvers import Solver
+from drsa_core.solvers import Solver, learn_subspaces
 from PIL import Image
 from torch import Tensor, nn
 from torchvision import transforms
@@ -179,7 +179,7 @@ class Study:
         file = folder / f"{name}.safetensors"
         if not file.exists():
             begin = time.process_time()
-            solver.fit(self._pairs(photo, folder / "pairs.safetensors")).subspaces_.save(file)
+            learn_subspaces(solver, self._pairs(photo, folder / "pairs.safetensors")).save(file)
             print(f"{photo.folder}: {name} learned in {time.process_time() - begin:.0f} s", flush=True)
         return Subspaces.load(file)
 
@@ -216,7 +216,7 @@ def print_tables(out: Path) -> None:
 def _table(stage: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if not found:
         return
-    methods = list(max(found.values(), key=len))
+    methods = max((list(of_photo) for of_photo in found.values()), key=len)
     complete = {name: r for name, r in found.items() if all(m in r for m in methods)}
     classes = [name.rpartition("-")[0] for name in complete]
     yield f"\n{stage}: {len(complete)} photographs of {len(set(classes))} classes\n"

@@ -74,9 +74,9 @@ def windows(
             columns = torch.tensor([(j + shift[1]) % sizes[1] for _, j in places])
             regions = [(region(i, 0), region(j, 1)) for i, j in places]
             apart = torch.tensor([[-100.0 if a != b else 0.0 for b in regions] for a in regions])
-            z, back = in_window(m, padded[:, rows, columns], learned + apart, reading, gamma)
+            z, of_window = in_window(m, padded[:, rows, columns], learned + apart, reading, gamma)
             result[:, rows, columns] = z
-            backs.append((rows, columns, back))
+            backs.append((rows, columns, of_window))
 
     def back(relevance: Tensor) -> Tensor:
         arriving, below = torch.zeros_like(padded), torch.zeros_like(padded)
