@@ -6,6 +6,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -34,6 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    model: Any
     if options.weights:
         network = load_network(options.weights)
         model, options.size, options.model = network.model, network.size, Path(options.weights).stem
@@ -42,7 +44,7 @@ def main() -> None:
         nn.init.normal_(model.head.weight, std=0.05)  # timm's initial head is zero in some models
     x = torch.rand(options.images, 3, options.size, options.size) * 2 - 1
     solver = RandomSubspaces(options.concepts, random_state=0)
-    subspaces: Subspaces = solver.fit(torch.randn(2, int(model.embed_dim))).subspaces_
+    subspaces: Subspaces = solver.fit(torch.randn(2, model.embed_dim)).subspaces_
 
     def start(output: Tensor) -> Tensor:
         return output.detach() * nn.functional.one_hot(output.detach().argmax(1), output.shape[1])
