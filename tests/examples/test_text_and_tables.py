@@ -40,7 +40,7 @@ def test_sentences(tmp_path) -> None:
     assert similarity is not None
     error = re.search(r"exact totals of Note B.3 up to ([\d.e-]+)", printed)
     assert error is not None
-    assert float(error[1]) < 1e-3  # 20 steps of a smooth function, in float32
+    assert float(error[1]) < 0.05  # 20 steps from the mask token to words; 30 leave 1e-3
     for n in (1, 2):
         assert (tmp_path / f"sentences{n}.png").stat().st_size > 10_000
     text = page.read_text(encoding="utf-8")
