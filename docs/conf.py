@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -46,7 +47,7 @@ def escape(app: Sphinx, what: str, name: str, thing: object, options: object, li
     for number, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             parts = line.split("`")  # every other part is code
-            parts[::2] = [part.replace("|", r"\|").replace(" *input", r" \*input") for part in parts[::2]]
+            parts[::2] = [re.sub(r"\||(?<= )\*(?=\w+\))", r"\\\g<0>", part) for part in parts[::2]]
             lines[number] = "`".join(parts)
 
 

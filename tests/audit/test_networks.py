@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from zennit.attribution import Gradient
 
 from tests.closeness import assert_same
-from zennit_drsa import ConvNetGamma, VGGGamma
+from zennit_drsa import ConvNetGamma, TransformerGamma, VGGGamma
 
 
 class SmallVGG(nn.Module):
@@ -97,8 +97,16 @@ def test_a_file_that_names_its_architecture_is_a_network(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"no default layer: name one, e\.g\. one of patch_embed"):
         network.layer_or(None)
     assert network.layer_or("blocks.1") == "blocks.1"
-    with pytest.raises(ValueError, match=r"no LRP rules are known for VisionTransformer"):
-        network.composite(None)
+    assert isinstance(network.composite("blocks.1"), TransformerGamma)
+
+
+def mixer() -> nn.Module:
+    return timm.models.MlpMixer(num_classes=2, img_size=32, patch_size=16, num_blocks=1, embed_dim=8)
+
+
+def test_a_family_without_rules_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no LRP rules are known for MlpMixer"):
+        load_network(f"{__name__}:mixer").composite(None)
 
 
 @pytest.mark.parametrize("about", [{}, {"architecture": "torchvision resnet18, stride in conv1"}])

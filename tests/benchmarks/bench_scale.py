@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_scale.py ranks                # one fit on 1, 2 and 3 gloo ranks
     python tests/benchmarks/bench_scale.py classes              # 20 classes, as one job and one by one
     python tests/benchmarks/bench_scale.py streams              # pairs in memory, and read from files
-    python tests/benchmarks/bench_scale.py constants            # what docs/scale.md extrapolates from
+    python tests/benchmarks/bench_scale.py constants            # what docs/howto/scale.md extrapolates from
 
 Every line of a table is measured in processes of its own, with one thread each; memory is the peak resident
 set of a process (VmHWM, Linux). Seconds exclude the imports. Random pairs with four planted concepts. Ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drsa_audit import steps
+from drsa_audit import audit_steps
 from drsa_audit.backends import LRP
 from drsa_core import Subspaces
 
@@ -13,9 +13,9 @@ from .tiny import INPUT, MODEL
 
 PLACES = {
     "pairs": (LRP, "collect"),
-    "concepts": (steps, "relevance_of"),
-    "maps": (steps, "_explain_batch"),
-    "flipping": (steps, "patch_flipping"),
+    "concepts": (audit_steps, "relevance_of"),
+    "maps": (audit_steps, "_explain_batch"),
+    "flipping": (audit_steps, "patch_flipping"),
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
 from drsa_core import DRSA, Subspaces
+from PIL import Image
 from torch import Tensor, nn
 
 
@@ -41,6 +43,7 @@ def names() -> dict[str, Any]:
         images: Tensor = torch.rand(2, 3, 32, 32)
     labels = torch.tensor([430, 430])
     return {
+        "torch": torch,
         "model": model,
         "nfnet": nfnet,
         "vit": vit,
@@ -59,3 +62,13 @@ def names() -> dict[str, Any]:
         "Gradient": Gradient,
         "IntegratedGradients": IntegratedGradients,
     }
+
+
+def folders_of_images(place: Path) -> None:
+    """`train` and `val`, which examples of the command take for granted."""
+    generator = torch.Generator().manual_seed(0)
+    for name in ("train", "val"):
+        (place / name).mkdir()
+        for number in range(6):
+            pixels = (torch.rand(64, 64, 3, generator=generator) * 255).byte().numpy()
+            Image.fromarray(pixels).save(place / name / f"{number}.png")

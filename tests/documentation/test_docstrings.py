@@ -16,7 +16,7 @@ from drsa_core import ConvergenceWarning
 
 from tests.imports.modules import LIBRARY, read_modules
 
-from .names import names
+from .names import folders_of_images, names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,9 @@ def test_no_example_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("test", EXAMPLES, ids=lambda test: test.name)
-def test_example(test: doctest.DocTest) -> None:
+def test_example(test: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders_of_images(tmp_path)
     test.globs = {**names(), **test.globs}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
 pytest.importorskip("timm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("cv2")
-from .names import names, small_vgg
+from .names import folders_of_images, names, small_vgg
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,16 +30,6 @@ WITH_SNIPPETS = [page for page in PAGES if snippets(page)]
 def here(code: str) -> str:
     """The snippet with small pictures, for a test that takes seconds."""
     return code.replace("224, 224", "64, 64")
-
-
-def folders_of_images(place: Path) -> None:
-    """`train` and `val`, as pages on the command take them for granted."""
-    generator = torch.Generator().manual_seed(0)
-    for name in ("train", "val"):
-        (place / name).mkdir()
-        for number in range(6):
-            pixels = (torch.rand(64, 64, 3, generator=generator) * 255).byte().numpy()
-            Image.fromarray(pixels).save(place / name / f"{number}.png")
 
 
 def test_pages_with_snippets_are_found() -> None:
