@@ -61,6 +61,7 @@ def names() -> dict[str, Any]:
         "EpsilonPlusFlat": EpsilonPlusFlat,
         "Gradient": Gradient,
         "IntegratedGradients": IntegratedGradients,
+        "TransformerGamma": zennit_drsa.TransformerGamma,
     }
 
 

@@ -38,10 +38,17 @@ class TransformersModel(nn.Module):
 
     Examples
     --------
-    >>> model = TransformersModel(AutoModel.from_pretrained(name), "mean")    # doctest: +SKIP
-    >>> x = model.embed(**tokenizer(sentences, padding=True, return_tensors="pt"))    # doctest: +SKIP
-    >>> attributor = Gradient(model, TransformerGamma())    # doctest: +SKIP
-    >>> DisentangledAttributor(attributor, "model.encoder.layer.3", channel_dim=-1)    # doctest: +SKIP
+    Here a small encoder with random weights; `AutoModel.from_pretrained(name)` brings one that has learned.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = TransformersModel(BertModel(BertConfig(vocab_size=50, **sizes)).eval(), "mean")
+    >>> x = model.embed(torch.tensor([[1, 7, 9], [1, 8, 3]]))  # input_ids of a tokenizer
+    >>> attributor = Gradient(model, TransformerGamma())
+    >>> attributor = DisentangledAttributor(attributor, "model.encoder.layer.0", channel_dim=-1)
+    >>> attributor = attributor.fit([x], target=3, solver=DRSA(2, random_state=0))
+    >>> tuple(attributor.explain(x, target=3).maps.shape)  # (N, K, T, E)
+    (2, 2, 3, 16)
     """
 
     def __init__(

@@ -182,9 +182,11 @@ def stability(
 
     Examples
     --------
-    >>> result = stability(pairs, 4)                                                        # doctest: +SKIP
-    >>> print(result)                                                                       # doctest: +SKIP
-    >>> explainer.subspaces = result.subspaces                                              # doctest: +SKIP
+    >>> images = torch.rand(12, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    >>> pairs = collect(model, composite, "features.22", [images], target=430, random_state=0)
+    >>> result = stability(pairs, 2, n_bootstraps=2)
+    >>> result.subspaces.dims, len(result.index)
+    ((4, 4), 2)
     """
     begin = time.perf_counter()
     n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
