@@ -78,7 +78,7 @@ def two_groups(relevance: Tensor) -> list[TwoGroups]:
 
     The split is the one that explains most of the variance of the shares (Otsu's). A concept that is there
     or not there, regardless of the object, is what a watermark looks like. Shares are those of at least the
-    median image's evidence: in an image with little of it, a concept does not become strong because others
+    mean evidence of an image: where there is little of it, a concept does not become strong because others
     are missing. Concepts with nearly the same images are one finding.
     """
     found: list[TwoGroups] = []
@@ -86,7 +86,7 @@ def two_groups(relevance: Tensor) -> list[TwoGroups]:
     total = positive.sum(1, keepdim=True)
     if not total.any():
         return found
-    floor = total.median().clamp(min=torch.finfo(torch.float64).tiny)
+    floor = total.mean().clamp(min=torch.finfo(torch.float64).tiny)
     splits = sorted(
         filter(None, map(_split, range(relevance.shape[1]), (positive / total.maximum(floor)).T)),
         reverse=True,
