@@ -108,13 +108,12 @@ def explain(
 def report(explained: Sequence[Explained]) -> None:
     """What a reader of the figure must know, in numbers."""
     for one in explained:
-        total = float(one.concept_relevance.sum())
-        shares = (one.concept_relevance / total).tolist()
+        total, parts = float(one.concept_relevance.sum()), one.concept_relevance.tolist()
         error = float((one.maps.sum(0) - one.whole).abs().max() / one.whole.abs().max())
         print(f"{class_name(one.target)}: logit {one.logit:.2f}, p = {one.probability:.2f}")
         print(
             f"  relevance at the layer {total:.3g}:",
-            ", ".join(f"{name} {share:.0%}" for name, share in zip(one.subspaces.names, shares, strict=True)),
+            ", ".join(f"{name} {part:.3g}" for name, part in zip(one.subspaces.names, parts, strict=True)),
         )
         print(
             f"  relevance at the pixels {float(one.whole.sum()):.3g}; the sum of the concepts' maps differs"
