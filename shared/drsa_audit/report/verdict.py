@@ -119,8 +119,8 @@ def _effect_facts(record: AuditRecord) -> list[str]:
     facts = []
     if record.ablation:
         facts.append(
-            "Effect: taking concepts out of the network changes its score as their relevance says, with a "
-            f"correlation of {record.ablation['correlation']:.2f} (1 would be perfect)."
+            "Effect: a concept's relevance and what the score loses without the concept correlate with "
+            f"{record.ablation['correlation']:.2f} (1 would be perfect)."
         )
     if record.flipping:
         curves = record.flipping["curves"]
