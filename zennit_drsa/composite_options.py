@@ -1,4 +1,4 @@
-"""What every γ composite takes: the bounds of its input, and γ above the concept layer."""
+"""What γ composites share: the bounds of their input, γ above the concept layer, taking back on an error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from drsa_core.layer import find_layer
 from torch import Tensor, nn
+from zennit.core import Composite
 
 Bound: TypeAlias = Tensor | float
 Channels: TypeAlias = Sequence[float] | Tensor
@@ -17,6 +18,18 @@ Channels: TypeAlias = Sequence[float] | Tensor
 # ImageNet's statistics, with which torchvision's weights expect their input to be normalised.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class RevertedOnError(Composite):  # type: ignore[misc]
+    """A composite whose canonizers may refuse a model: it is then left as it was."""
+
+    def register(self, module: nn.Module) -> None:
+        """Canonize the model and attach the rules; on an error, leave the model as it was."""
+        try:
+            super().register(module)
+        except BaseException:
+            self.remove()
+            raise
 
 
 def input_bounds(

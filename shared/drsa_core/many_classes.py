@@ -230,7 +230,7 @@ class _Fits:
     def run(self, progress: bool | None) -> None:
         """This rank's classes: every `size`-th of those that are missing."""
         missing = [label for label in self.contents if not self._file(label).exists()]
-        # The first rank says which, lest one that is late misses what another has just finished.
+        # The first rank says which, so that one that is late does not miss what another has just finished.
         missing = self.ranks.from_first(missing)
         mine = missing[self.ranks.rank :: self.ranks.size]
         hidden = None if progress is None else not progress

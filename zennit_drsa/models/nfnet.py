@@ -8,17 +8,25 @@ from typing import Any
 from drsa_core.lrp.nfnet_canonizer import NFNetCanonizer, find_nfnets, gates, orphans
 from torch import nn
 from zennit.composites import register_composite
-from zennit.core import Composite, Hook
+from zennit.core import Hook
 from zennit.layer import Sum
 from zennit.types import AvgPool, ConvolutionStandard
 
-from ..composite_options import AboveLayer, Bound, Channels, checked_number, input_bounds, modules_above
+from ..composite_options import (
+    AboveLayer,
+    Bound,
+    Channels,
+    RevertedOnError,
+    checked_number,
+    input_bounds,
+    modules_above,
+)
 from ..families import composite
 from ..rules import THRESHOLD, BoundedInput, GeneralizedGamma, PassLarge
 
 
 @register_composite("nfnet_gamma")
-class NFNetGamma(Composite):  # type: ignore[misc]
+class NFNetGamma(RevertedOnError):
     """LRP for timm's NFNets as in the paper: Note K, all seven cases.
 
     z^B at the first convolution, the generalised γ rule with one γ for all other linear layers (convolutions,
@@ -88,14 +96,6 @@ class NFNetGamma(Composite):  # type: ignore[misc]
     def suits(cls, model: nn.Module) -> bool:
         """Whether there is an NFNet in the model; `doctor` asks."""
         return NFNetCanonizer.suits(model)
-
-    def register(self, module: nn.Module) -> None:
-        """Canonize the model and attach the rules; on an error, leave the model as it was."""
-        try:
-            super().register(module)
-        except BaseException:
-            self.remove()
-            raise
 
     def mapping(self, ctx: dict[Any, Any], name: str, module: nn.Module) -> Hook | None:
         """The rule for a module, known from its place in the NFNet."""

@@ -9,10 +9,18 @@ from drsa_core.lrp import SMALLEST
 from torch import Tensor, nn
 from zennit.canonizers import Canonizer
 from zennit.composites import register_composite
-from zennit.core import Composite, Hook
+from zennit.core import Hook
 from zennit.types import Convolution
 
-from ..composite_options import AboveLayer, Bound, Channels, GammaByName, input_bounds, modules_above
+from ..composite_options import (
+    AboveLayer,
+    Bound,
+    Channels,
+    GammaByName,
+    RevertedOnError,
+    input_bounds,
+    modules_above,
+)
 from ..families import composite
 from ..rules import BoundedInput, GeneralizedGamma
 from .transformer import TransformerCanonizer
@@ -24,7 +32,7 @@ GAMMA, ATTENTION = 0.1, "attnlrp"
 
 
 @register_composite("transformer_gamma")
-class TransformerGamma(Composite):  # type: ignore[misc]
+class TransformerGamma(RevertedOnError):
     """LRP for transformers: the generalised γ rule of Note K in linear layers.
 
     All else is in `TransformerCanonizer`. With γ = 0 there are no forward passes but the model's own.
@@ -81,14 +89,6 @@ class TransformerGamma(Composite):  # type: ignore[misc]
     def suits(cls, model: nn.Module) -> bool:
         """Whether there is a transformer in the model that has a canonizer; `doctor` asks."""
         return TransformerCanonizer.suits(model)
-
-    def register(self, module: nn.Module) -> None:
-        """Canonize the model and attach the rules; on an error, leave the model as it was."""
-        try:
-            super().register(module)
-        except BaseException:
-            self.remove()
-            raise
 
     def _mapping(self, ctx: dict[str, Any], name: str, module: nn.Module) -> Hook | None:
         if "above" not in ctx:  # the root comes first
