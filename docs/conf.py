@@ -16,6 +16,7 @@ version = ".".join(release.split(".")[:2])
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "_static"]
+default_role = "code"  # `name` in docstrings
 html_theme = "furo"
 html_title = "captum-zennit-drsa"
 html_static_path = ["_static"]
