@@ -100,7 +100,7 @@ class ConceptMaps(Explainer):
 
             whole = None
             if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
-                whole = below(backward.arriving)
+                whole = below(backward.gradient_slot)
             maps: list[Tensor] = []
             for group in self._groups():
                 for part in backward.cotangents(group, self.channel_dim):

@@ -36,7 +36,7 @@ class BackwardPass:
         The model's output, with its graph.
     activation : tensor, shape (N, …, D, …)
         a, detached.
-    arriving : tensor, shape (N, …, D, …)
+    gradient_slot : tensor, shape (N, …, D, …)
         What the gradient slot holds at the layer: relevance R, or the gradient ∂y/∂a.
     context : tensor, shape (N, …, D, …)
         c = R ⊘ a (0 where a = 0), or the gradient itself (section 3.2, Note B.2).
@@ -64,7 +64,7 @@ class BackwardPass:
         with torch.enable_grad():
             self.output: Tensor = replace(request, inputs=inputs).run(self._cut)
             explained = request.select(self.output).sum() if start is None else self.output
-            self.arriving, around = gradients_at_cut(
+            self.gradient_slot, around = gradients_at_cut(
                 explained,
                 self._cut.above,
                 () if create_graph else self._inputs,
@@ -75,15 +75,15 @@ class BackwardPass:
             )
         self.activation = self._cut.below.detach()
         self._factor: Tensor | None = None
-        self.context, self.lost = self.arriving, 0.0
+        self.context, self.lost = self.gradient_slot, 0.0
         if holds_relevance:
             self._factor = self._cut.below if create_graph else self.activation
-            self.context = context_from_relevance(self._factor, self.arriving)
-            self.lost = lost_relevance(self.activation, self.arriving.detach())
+            self.context = context_from_relevance(self._factor, self.gradient_slot)
+            self.lost = lost_relevance(self.activation, self.gradient_slot.detach())
             warn_of_loss(self.lost, request.layer_name, tolerance)
         self.share_around = None if create_graph or not self._inputs else 0.0
         if any(part is not None for part in around):
-            self.share_around = share_around(around, self.below(self.arriving))
+            self.share_around = share_around(around, self.below(self.gradient_slot))
             warn_of_bypass(self.share_around, request.layer_name, tolerance)
 
     def below(self, cotangent: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:
