@@ -43,7 +43,7 @@ class ClassIndex:
     folder : Path
         Of the job.
     classes : dict from label to dict
-        For each class that is finished: `file`, relative to the folder; `name`, if one was given; `n_images`,
+        For each class that is finished, by label: `file`, relative to the folder; `name`, if one was given; `n_images`,
         `fit_seconds`, and what the solver says about its fit.
     failed : dict from label to str
         Why the others have no subspaces.
@@ -276,7 +276,8 @@ class _Fits:
             file = self._file(label)
             if label not in self._entries and file.exists():
                 self._entries[label] = self._entry(label, file)
-        return ClassIndex(self.kept.folder, dict(self._entries), dict(failed))
+        # In the order of the labels, whichever rank was first.
+        return ClassIndex(self.kept.folder, dict(sorted(self._entries.items())), dict(sorted(failed.items())))
 
     def _entry(self, label: int, file: Path) -> dict[str, Any]:
         metadata = subspaces_header(file)["metadata"]
