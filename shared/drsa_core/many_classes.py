@@ -43,8 +43,8 @@ class ClassIndex:
     folder : Path
         Of the job.
     classes : dict from label to dict
-        For each class that is finished, by label: `file`, relative to the folder; `name`, if one was given; `n_images`,
-        `fit_seconds`, and what the solver says about its fit.
+        For each class that is finished, by label: `file`, relative to the folder; `name`, if one was given;
+        `n_images`, `fit_seconds`, and what the solver says about its fit.
     failed : dict from label to str
         Why the others have no subspaces.
     """
