@@ -16,7 +16,7 @@ reports them on another one as well. Tried there and dropped:
   end of the reduced run is 0.6 only.
 * One level of samples instead of three, 98 % of J: the same optimum, later.
 * bfloat16 products on a CPU that has them: 2.4 times as fast as float32. But where the precision would do, on
-  the first levels, products are a third of the time, and a second code path would save a tenth of it.
+  the first levels, products are only a part of the time, and it would be a second code path.
 """
 
 from __future__ import annotations
