@@ -20,6 +20,7 @@ default_role = "code"  # `name` in docstrings
 html_theme = "furo"
 html_title = "captum-zennit-drsa"
 html_static_path = ["_static"]
+html_css_files = ["figures.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -7,6 +7,7 @@ that lies on the words of its topic; all other words and tokens count against it
 which topic is decided on the sentences that they were learned from.
 
     python examples/text_topics.py                   # the numbers that are reported
+    python examples/text_topics.py --by lrp          # LRP instead of Integrated Gradients; much faster
     python examples/text_topics.py --settings        # how the layer was chosen, on a third set of sentences
 """
 
@@ -33,6 +34,9 @@ from sentences import (
     wrap,
 )
 from torch import Tensor
+from zennit.attribution import Gradient
+
+from zennit_drsa import DisentangledAttributor, TransformerGamma, TransformersModel
 
 #: Nouns of each topic: six to learn from, six to choose settings on, six to report on.
 TOPICS = {
@@ -120,14 +124,52 @@ def methods(seed: int) -> dict[str, Callable[[Pairs], Subspaces]]:
     }
 
 
-def relevance_of_words(
-    model: SentenceEncoder, tokenizer: Any, subspaces: Subspaces, layer: str, data: Sentences, steps: int
-) -> Tensor:
-    """R_k of each token of each sentence, shape (N, K, T)."""
-    explainer = wrap(model, layer)
-    explainer.subspaces = subspaces
-    target = Similarity(reference(model, tokenizer).expand(len(data.ids), -1))
-    return explain(explainer, tokenizer, data.ids, data.mask, target, steps).maps.sum(3)
+class ByGradients:
+    """Integrated Gradients on the word embedding; contexts are gradients."""
+
+    def __init__(self, model: SentenceEncoder, tokenizer: Any, layer: str, steps: int) -> None:
+        self.tokenizer, self.steps = tokenizer, steps
+        self.explainer = wrap(model, layer)
+        self.other = reference(model, tokenizer)
+
+    def pairs(self, data: Sentences) -> Pairs:
+        """(a, c) of all words."""
+        target = Similarity(self.other.expand(len(data.ids), -1))
+        return pairs_of_words(self.explainer, self.tokenizer, data.ids, data.mask, target)
+
+    def maps(self, subspaces: Subspaces, data: Sentences) -> Tensor:
+        """R_k of each token of each sentence, shape (N, K, T)."""
+        self.explainer.subspaces = subspaces
+        target = Similarity(self.other.expand(len(data.ids), -1))
+        return explain(self.explainer, self.tokenizer, data.ids, data.mask, target, self.steps).maps.sum(3)
+
+
+class ByLRP:
+    """LRP down to the word embedding, with γ = 0 above the layer; contexts are those of LRP."""
+
+    def __init__(self, model: SentenceEncoder, tokenizer: Any, layer: str, gamma: float) -> None:
+        self.tokenizer = tokenizer
+        self.model = TransformersModel(model.bert, "mean")
+        layer = layer.replace("bert.", "model.", 1)
+        composite = TransformerGamma(gamma, layer=layer)
+        self.explainer = DisentangledAttributor(Gradient(self.model, composite), layer, channel_dim=-1)
+        self.other = reference(model, tokenizer)
+
+    def _similarity(self, vectors: Tensor) -> Tensor:
+        return (vectors * self.other).sum(1) / vectors.detach().norm(dim=1)
+
+    def pairs(self, data: Sentences) -> Pairs:
+        """(a, c) of all words."""
+        a, c = self.explainer.context(self.model.embed(data.ids, data.mask), self._similarity)
+        words = ~torch.isin(data.ids, torch.tensor(self.tokenizer.all_special_ids))
+        sentence = torch.arange(len(data.ids))[:, None].expand_as(data.ids)
+        return Pairs(a[words], c[words], sentence[words])
+
+    def maps(self, subspaces: Subspaces, data: Sentences) -> Tensor:
+        """R_k of each token of each sentence, shape (N, K, T)."""
+        self.explainer.subspaces = subspaces
+        x = self.model.embed(data.ids, data.mask)
+        return self.explainer.explain(x, self._similarity, whole=False).maps.sum(3)
 
 
 def reference(model: SentenceEncoder, tokenizer: Any) -> Tensor:
@@ -147,30 +189,20 @@ def share_on_topics(maps: Tensor, topics: Tensor, subspace_of: tuple[int, ...]) 
 
 
 def scores(
-    model: SentenceEncoder,
-    tokenizer: Any,
-    layer: str,
-    part: int,
-    seed: int,
-    n_learn: int,
-    n_test: int,
-    steps: int,
+    explainer: ByGradients | ByLRP, tokenizer: Any, part: int, seed: int, n_learn: int, n_test: int
 ) -> dict[str, tuple[float, int]]:
     """Share on the right words, and number of topics that are the best one of a concept, for each method."""
     learn, test = build(tokenizer, LEARN, n_learn, seed), build(tokenizer, part, n_test, seed)
-    explainer = wrap(model, layer)
-    target = Similarity(reference(model, tokenizer).expand(n_learn, -1))
-    pairs = pairs_of_words(explainer, tokenizer, learn.ids, learn.mask, target)
+    pairs = explainer.pairs(learn)
     found: dict[str, tuple[float, int]] = {}
     some = Sentences(learn.ids[:n_test], learn.mask[:n_test], learn.topics[:n_test])
     for name, method in methods(seed).items():
         subspaces = method(pairs)
-        known = relevance_of_words(model, tokenizer, subspaces, layer, some, steps)
-        matching = match_masks(known[:, :, None], some.topics[:, :, None])
-        maps = relevance_of_words(model, tokenizer, subspaces, layer, test, steps)
+        matching = match_masks(explainer.maps(subspaces, some)[:, :, None], some.topics[:, :, None])
+        maps = explainer.maps(subspaces, test)
         found[name] = share_on_topics(maps, test.topics, matching.subspace_of), matching.covered
     whole = Subspaces(torch.eye(384), [384])
-    maps = relevance_of_words(model, tokenizer, whole, layer, test, steps)
+    maps = explainer.maps(whole, test)
     found["one map for all"] = share_on_topics(maps, test.topics, (0,) * 4), 1
     counts = test.topics.double().sum(2) / test.mask.sum(1, keepdim=True)
     found["every token the same"] = float(counts.mean()), 0
@@ -196,18 +228,24 @@ def main() -> None:
     parser.add_argument("--learn", type=int, default=40, help="sentences to learn (default: %(default)s)")
     parser.add_argument("--test", type=int, default=10, help="sentences to look at (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="steps of the integral (default: %(default)s)")
+    parser.add_argument("--by", choices=("ig", "lrp"), default="ig", help="method (default: %(default)s)")
+    parser.add_argument("--gamma", type=float, default=0.1, help="γ of LRP (default: %(default)s)")
     parser.add_argument("--layer", default=LAYER, help="where concepts are found (default: %(default)s)")
     parser.add_argument(
         "--settings", action="store_true", help="compare the layers, on sentences that are not reported"
     )
     options = parser.parse_args()
     tokenizer, model = load()
-    sizes = (options.learn, options.test, options.steps)
 
     def compare(layer: str, part: int, first_seed: int) -> None:
         results = []
+        explainer = (
+            ByLRP(model, tokenizer, layer, options.gamma)
+            if options.by == "lrp"
+            else ByGradients(model, tokenizer, layer, options.steps)
+        )
         for seed in range(first_seed, first_seed + options.seeds):
-            results.append(scores(model, tokenizer, layer, part, seed, *sizes))
+            results.append(scores(explainer, tokenizer, part, seed, options.learn, options.test))
             shares = ", ".join(f"{name} {share:.3f}" for name, (share, _) in results[-1].items())
             print(f"seed {seed}: {shares}", flush=True)
         table(results)

@@ -18,25 +18,13 @@ from typing import Any
 
 import torch
 from drsa_audit import Network, load_network, photo_files
-from drsa_audit.package_photos import package_photos, random_crops
+from drsa_audit.package_photos import find_photo, random_crops
 from drsa_core import DRSA, Explanation
 from drsa_core.plot import concept_maps
-from PIL import Image
 from torch import Tensor
 from zennit.attribution import Gradient
 
 from zennit_drsa import DisentangledAttributor, TransformerGamma
-
-
-def find_photo(name: str) -> Image.Image:
-    """A photograph of a package by name, or a file."""
-    photos = package_photos()
-    if name in photos:
-        return photos[name]()
-    if not Path(name).is_file():
-        raise ValueError(f"{name!r} is no file, and no photograph of a package: {', '.join(photos)}")
-    with Image.open(name) as image:
-        return image.convert("RGB")
 
 
 def concepts_of(

@@ -40,6 +40,17 @@ def package_photos() -> dict[str, Callable[[], Image.Image]]:
     return photos
 
 
+def find_photo(name: str) -> Image.Image:
+    """A photograph of a package by name, or a file."""
+    photos = package_photos()
+    if name in photos:
+        return photos[name]()
+    if not Path(name).is_file():
+        raise ValueError(f"{name!r} is no file, and no photograph of a package: {', '.join(photos)}")
+    with Image.open(name) as image:
+        return image.convert("RGB")
+
+
 def random_crops(photo: Image.Image, n_crops: int, seed: int = 0) -> list[Image.Image]:
     """Squares of 55 to 100 % of a photograph's side, at random places, half of them mirrored."""
     generator = np.random.default_rng(seed)

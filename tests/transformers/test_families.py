@@ -114,7 +114,7 @@ def test_zennits_own_rules_on_the_canonical_form(name):
     epsilon = DisentangledAttributor(
         Gradient(model, composite), case.layer, subspaces(case.width), channel_dim=-1
     )
-    ours = attributor(name, model, "constant", 0.0)
+    ours = attributor(name, model, "attnlrp", 0.0)
     # Linear layers under ε → 0 are LRP-0; a convolution has another rule, so compare above it.
     assert close(epsilon.concept_relevance(x, 3), ours.concept_relevance(x, 3), 1e-6)
 

@@ -170,7 +170,7 @@ def test_gamma_by_name_and_above_the_layer():
 def test_zennits_own_rules_on_the_canonical_form():
     model, x = small(), pictures()
     epsilon = explained(model, EpsilonPlus(epsilon=1e-12, canonizers=[TransformerCanonizer()]), x)
-    ours = explained(model, TransformerGamma(0.0, "constant"), x)
+    ours = explained(model, TransformerGamma(0.0), x)
     # Linear layers under ε → 0 are LRP-0; the convolution has another rule, so compare above it.
     assert close(epsilon.concept_relevance, ours.concept_relevance, 1e-6)
 

@@ -11,6 +11,9 @@ from ..canonizer import NetworkCanonizer
 from .transformer_family import Edits, Family
 from .transformer_parts import checked_reading
 
+#: The reading of attention that patch flipping on a real ViT-S/14 chose (see `TransformerGamma`).
+ATTENTION = "attnlrp"
+
 _WITHOUT_RULES = ("crossattention", "decoder", "causallm", "gpt2", "llamamodel")
 
 
@@ -39,7 +42,7 @@ class TransformerCanonizer(NetworkCanonizer):
         its own derivative.
     """
 
-    def __init__(self, attention: str = "constant") -> None:
+    def __init__(self, attention: str = ATTENTION) -> None:
         super().__init__()
         self.attention = checked_reading(attention)
 
