@@ -71,6 +71,7 @@ def main() -> None:
         explanation.maps[0],
         explanation.subspaces.names,
         whole=explanation.whole[0] if explanation.whole is not None else None,
+        pool=3,  # single pixels cannot be seen in a small figure
         overlay=True,
         scale="concepts",
     )

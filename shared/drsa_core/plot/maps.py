@@ -96,7 +96,7 @@ def concept_maps(
     width, height = 2.3, 2.3 * size[0] / size[1] + 0.62
     note = _sum_note(totals, n_concepts, difference, whole is not None)
     figure = Figure(
-        figsize=(width * n_columns + 0.9, height * n_rows + (0.45 if title else 0.15)),
+        figsize=(width * n_columns + 0.9, height * n_rows + (0.55 if title else 0.35)),
         layout=ConstrainedLayoutEngine(h_pad=0.05),
     )
     axes = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
