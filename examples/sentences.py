@@ -121,7 +121,7 @@ def wrap(model: SentenceEncoder, layer: str = LAYER) -> DisentangledAttribution:
 def pairs_of_words(
     explainer: DisentangledAttribution, tokenizer: Any, ids: Tensor, mask: Tensor, target: Similarity
 ) -> Pairs:
-    """(a, c) at every word; not at padding, nor at the tokens for beginning and end, which are no words."""
+    """(a, c) at every word; not at padding, nor at the tokens for beginning and end, which are not words."""
     a, c = explainer.context((ids, mask), target)
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     sentence = torch.arange(len(ids))[:, None].expand_as(ids)

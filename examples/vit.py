@@ -5,7 +5,7 @@ LRP carries each of them down to the pixels. Of a transformer's score, a part ne
 position embeddings, class and register tokens and biases keep it. The certificate says how much.
 
     python examples/vit.py --model vit_small_patch16_224 --photo cat            # timm's weights, by name
-    python examples/vit.py --weights vit.safetensors --train 281_tabby          # files of yours
+    python examples/vit.py --weights vit.safetensors --train 281_tabby          # your own files
     python examples/vit.py --model models.py:factory --photo portrait.jpg       # any ViT of timm
 """
 

@@ -54,4 +54,4 @@ def test_the_reference_holds_every_public_name(site: Path) -> None:
 def test_every_page_and_picture_is_there(site: Path) -> None:
     pages = [p.relative_to(ROOT / "docs").with_suffix(".html") for p in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if not (site / page).is_file()] == []
-    assert "quickstart.png" in {picture.name for picture in (site / "_images").iterdir()}
+    assert "vgg16.png" in {picture.name for picture in (site / "_images").iterdir()}

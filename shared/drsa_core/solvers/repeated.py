@@ -132,7 +132,7 @@ def leading_part(full: Objective) -> Reduction:
     weights = (full.a * full.c).sum(1).clamp(min=0).double().square()
     if not weights.any():
         raise ValueError(
-            "no pair has positive relevance a·c: nothing speaks for the target. Check the target and the "
+            "no pair has positive relevance a·c: nothing counts for the target. Check the target and the "
             "sign of the contexts"
         )
     weights = (weights / weights.sum()).to(full.a)
