@@ -37,7 +37,6 @@ READINGS = ("constant", "attnlrp")
 GAMMAS = (0.0, 0.01, 0.05, 0.1, 0.25)
 PATCH = 14  # that of the network: 16 × 16 patches
 SCHEDULE = (6, 26, 64, 128, 256)  # 2 %, 10 %, 25 %, 50 % and all of the 256 patches
-IG_STEPS = 10
 POSITIONS = 50
 TO_INPUT = transforms.Compose(
     [
@@ -205,27 +204,28 @@ class Study:
         return Pairs.load(file)
 
 
-def print_tables(out: Path) -> None:
+def print_tables(out: Path, reference: str | None) -> None:
     """Mean AUPC of all stages, over the photographs that all methods of a stage have."""
     for stage in ("tune", "one", "concepts"):
         found = {file.stem: json.loads(file.read_text()) for file in sorted((out / stage).glob("*.json"))}
-        for line in _table(stage, found):
+        for line in _table(stage, found, reference):
             print(line)
 
 
-def _table(stage: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _table(stage: str, found: Mapping[str, Mapping[str, Any]], reference: str | None) -> Iterator[str]:
     if not found:
         return
     methods = max((list(of_photo) for of_photo in found.values()), key=len)
     complete = {name: r for name, r in found.items() if all(m in r for m in methods)}
     classes = [name.rpartition("-")[0] for name in complete]
     yield f"\n{stage}: {len(complete)} photographs of {len(set(classes))} classes\n"
-    yield "| maps | AUPC | minus the first line | " + " | ".join(sorted(set(classes))) + " |"
+    against = reference if reference in methods else methods[0]
+    yield f"| maps | AUPC | minus {against} | " + " | ".join(sorted(set(classes))) + " |"
     yield "|---" * (3 + len(set(classes))) + "|"
     values = {m: [r[m]["aupc"] for r in complete.values()] for m in methods}
     for method in methods:
         mine = values[method]
-        gaps = [a - b for a, b in zip(mine, values[methods[0]], strict=True)]
+        gaps = [a - b for a, b in zip(mine, values[against], strict=True)]
         means = class_means(mine, classes)
         cells = [
             str(summarise(mine, classes)),
@@ -233,6 +233,11 @@ def _table(stage: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             *(f"{means[name]:.2f}" for name in sorted(means)),
         ]
         yield f"| {method} | " + " | ".join(cells) + " |"
+
+
+def name_of_ig(steps: int) -> str:
+    """Ten steps are the default, and have no number in their name."""
+    return "IG" if steps == 10 else f"IG {steps} steps"
 
 
 def _start(output: int) -> Callable[[Tensor], Tensor]:
@@ -264,17 +269,17 @@ def main() -> None:
     parser.add_argument("--pets", type=Path, default=DATA / "pets", help="folder with train and val")
     parser.add_argument("--photos", type=int, default=20, help="per class")
     parser.add_argument("--first", type=int, default=0, help="rank in its class of the first photograph")
-    parser.add_argument("--gamma", type=float, default=0.0, help="γ that `tune` chose")
-    parser.add_argument(
-        "--reading", choices=READINGS, default="constant", help="of attention, for `concepts`"
-    )
+    parser.add_argument("--gamma", type=float, default=0.05, help="γ that `tune` chose")
+    parser.add_argument("--reading", choices=READINGS, default="attnlrp", help="of attention, for `concepts`")
+    parser.add_argument("--ig-steps", type=int, default=10, help="steps of Integrated Gradients, for `one`")
+    parser.add_argument("--reference", help="maps that others are compared with, for `table`; the first ones")
     parser.add_argument("--layer", default="blocks.5", help="for `concepts`")
     parser.add_argument(
         "--n-pairs", type=int, default=20, help="training photographs per class to learn from"
     )
     options = parser.parse_args()
     if options.stage == "table":
-        print_tables(options.out)
+        print_tables(options.out, options.reference)
         return
     torch.set_num_threads(1)
     study = Study(options)
@@ -286,7 +291,7 @@ def main() -> None:
     elif options.stage == "one":
         settings = [(reading, g) for g in sorted({0.0, options.gamma}) for reading in READINGS]
         methods: dict[str, Callable[[Photo], Tensor]] = {
-            "IG": study.captum(IntegratedGradients, n_steps=IG_STEPS),
+            name_of_ig(options.ig_steps): study.captum(IntegratedGradients, n_steps=options.ig_steps),
             "Gradient×Input": study.captum(InputXGradient),
             "random": _noise,
         }
