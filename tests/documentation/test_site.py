@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -55,3 +56,14 @@ def test_every_page_and_picture_is_there(site: Path) -> None:
     pages = [p.relative_to(ROOT / "docs").with_suffix(".html") for p in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if not (site / page).is_file()] == []
     assert "vgg16.png" in {picture.name for picture in (site / "_images").iterdir()}
+
+
+def test_every_picture_has_a_description(site: Path) -> None:
+    bare = [
+        (page.name, tag)
+        for page in site.rglob("*.html")
+        if page.parent.name != "notebooks"  # figures there are outputs of cells, with the text around them
+        for tag in re.findall(r'<img\b[^>]*src="[^"]*_images/[^>]*>', page.read_text(encoding="utf-8"))
+        if not re.search(r'\balt="[^"]{20,}"', tag)
+    ]
+    assert bare == []
