@@ -46,7 +46,9 @@ class GuardedComposite(Composite):  # type: ignore[misc]
 
         Rules alone leave the output as it is. `NFNetCanonizer` knows the type of everything that it changes.
         """
-        return not all(getattr(type(canonizer), "keeps_output", False) is True for canonizer in self.canonizers)
+        return not all(
+            getattr(type(canonizer), "keeps_output", False) is True for canonizer in self.canonizers
+        )
 
     @uninterrupted
     def register(self, module: nn.Module) -> None:

@@ -120,7 +120,7 @@ class OverDenominator(torch.autograd.Function):
     ) -> Tensor:
         d = at_least_single(denominator)
         if stabilizer:
-            d = d + torch.where(d >= 0, stabilizer, -stabilizer).to(d.dtype)
+            d = d + stabilizer * torch.where(d >= 0, 1.0, -1.0).to(d.dtype)
         inverse = d.reciprocal()
         ctx.save_for_backward(inverse.masked_fill_(d.abs() <= threshold, 0))
         return output.clone()
