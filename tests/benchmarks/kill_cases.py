@@ -231,12 +231,14 @@ class Audit(Case):
         """As in `Case`."""
         # The process was forked for this run and ends with it: nothing has to be put back.
         explain, remembered = audit_steps._explain_batch, Work.remembered
-        setattr(audit_steps, "_explain_batch", noting(log, "map", explain))
-        setattr(
-            Work,
-            "remembered",
-            lambda work, name, key, make: remembered(work, name, key, noting(log, "step", make)),
-        )
+        steps: Any = audit_steps
+        steps._explain_batch = noting(log, "map", explain)
+
+        def noting_steps(work: Work, name: str, key: Any, make: Callable[[], Any]) -> Any:
+            return remembered(work, name, key, noting(log, "step", make))
+
+        patched: Any = Work
+        patched.remembered = noting_steps
         out, names = folder / "report.html", folder.parent / "names.json"
         words = ("--train", self.train, "--test", self.test, "--target", "blobs", "--out", out)
         succeeded("audit", MODEL, *INPUT, *words, "--layer", "4", "--subspaces", 2, "--batch-size", 2)

@@ -132,8 +132,8 @@ class OverDenominator(torch.autograd.Function):
 
 
 class OverGammaDenominator(torch.autograd.Function):
-    """`z` forwards; backwards, relevance becomes the gradients of d = (1 + γ/2) z + s γ/2 m, with s the sign of
-    z, divided by d (Note K, generalised LRP-γ).
+    """`z` forwards; backwards, relevance becomes the gradients of d = (1 + γ/2) z + s γ/2 m, divided by d,
+    with s the sign of z (Note K, generalised LRP-γ).
 
     `magnitude`, m, is not negative, so that d has the sign of z and only |d| needs to be computed. Both
     factors of R are made once, in the forward pass, for all backward passes. `threshold` and `stabilizer` as
