@@ -75,8 +75,9 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     -----
     The forward pass and the backward pass above the layer run once, only what lies below runs K times, with
     the modified forward passes of Zennit's rules shared (`passes`). Rules that are not linear
-    (`ReLUDeconvNet`, `ReLUGuidedBackprop`) let pass what they let pass of the whole. The first call also runs
-    the untouched model on one example, and refuses canonizers that change its output.
+    (`ReLUDeconvNet`, `ReLUGuidedBackprop`) let pass what they let pass of the whole. With canonizers that
+    do not say `keeps_output`, the first call also runs the untouched model on one example, and refuses those
+    that change its output.
 
     Examples
     --------
@@ -303,7 +304,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
     def _check_canonizers(self, input: Tensor) -> None:
         """Compare the first forward pass with that of the untouched model: a canonizer may not fit it."""
-        if self._keeps_output or not len(input):
+        if self._keeps_output or not len(input) or not self.composite.may_change_output:
             return
         is_training = any(module.training for module in self.model.modules())
         with torch.no_grad(), torch.inference_mode(False):

@@ -40,6 +40,16 @@ class GuardedComposite(Composite):  # type: ignore[misc]
         own = [] if composite is None else composite.canonizers
         super().__init__(module_map=module_map, canonizers=[*own, *canonizers])
 
+    @property
+    def may_change_output(self) -> bool:
+        """Whether there is a canonizer whose class does not say `keeps_output = True`.
+
+        Rules alone leave the output as it is. `NFNetCanonizer` knows the type of everything that it changes.
+        """
+        return not all(
+            getattr(type(canonizer), "keeps_output", False) is True for canonizer in self.canonizers
+        )
+
     @uninterrupted
     def register(self, module: nn.Module) -> None:
         """Apply the canonizers and the rules to a model."""

@@ -19,7 +19,14 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from drsa_core.lrp import DropSmall, OverDenominator, TimesInput, exchanged, parameters_of
+from drsa_core.lrp import (
+    DropSmall,
+    OverDenominator,
+    OverGammaDenominator,
+    TimesInput,
+    exchanged,
+    parameters_of,
+)
 from torch import Tensor, nn
 from zennit.core import Hook
 
@@ -236,18 +243,20 @@ class GeneralizedGamma(ForwardRule):
         if not a.requires_grad:
             return None
         z = output
-        denominator = z
-        if self.gamma:
-            if self._absolute is None:
-                self._absolute = {n: None if p is None else p.abs() for n, p in parameters_of(module).items()}
-                if self.bias == "authors" and self._absolute.get("bias") is not None:
-                    self._absolute["bias"] = None
-            with exchanged(module, self._absolute):
-                magnitude = module.forward(a.abs())
-            sign = torch.where(z.detach() >= 0, 1.0, -1.0).to(z.dtype)
-            denominator = (1 + self.gamma / 2) * z + (self.gamma / 2 * sign) * magnitude
-            if self.bias == "authors" and (b := parameters_of(module).get("bias")) is not None:
-                denominator = denominator - self.gamma / 2 * b.view(-1, *(1,) * (z.ndim - 2))
+        if not self.gamma:
+            return OverDenominator.apply(z, z.detach(), self.threshold, self.stabilizer)
+        if self._absolute is None:
+            self._absolute = {n: None if p is None else p.abs() for n, p in parameters_of(module).items()}
+            if self.bias == "authors" and self._absolute.get("bias") is not None:
+                self._absolute["bias"] = None
+        with exchanged(module, self._absolute):
+            magnitude = module.forward(a.abs())
+        b = parameters_of(module).get("bias")
+        if self.bias == "neuron" or b is None:
+            return OverGammaDenominator.apply(z, magnitude, self.gamma, self.threshold, self.stabilizer)
+        sign = torch.where(z.detach() >= 0, 1.0, -1.0).to(z.dtype)
+        denominator = (1 + self.gamma / 2) * z + (self.gamma / 2 * sign) * magnitude
+        denominator = denominator - self.gamma / 2 * b.view(-1, *(1,) * (z.ndim - 2))
         return OverDenominator.apply(denominator, z.detach(), self.threshold, self.stabilizer)
 
     def copy(self) -> GeneralizedGamma:

@@ -38,12 +38,15 @@ class Ranks:
         A gloo group of all ranks, for tensors on the CPU; None if this is the only rank.
     device : torch.device
         Where this rank computes: the GPU of its own, or the CPU.
+    timeout : timedelta
+        How long it waits for the others.
     """
 
     rank: int = 0
     size: int = 1
     control: Any = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout: timedelta = TIMEOUT
 
     @property
     def is_first(self) -> bool:
@@ -110,7 +113,8 @@ class Ranks:
         """
         if self.size > 1:
             with self._watched(where):
-                dist.monitored_barrier(self.control, wait_all_ranks=True)
+                # By default it would take the 30 minutes of the backend, not the time of the group.
+                dist.monitored_barrier(self.control, self.timeout, wait_all_ranks=True)
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
@@ -193,7 +197,7 @@ def joined_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
 def _ranks(timeout: timedelta) -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     control = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-    return Ranks(rank, size, control, _own_device())
+    return Ranks(rank, size, control, _own_device(), timeout)
 
 
 def _own_device() -> torch.device:

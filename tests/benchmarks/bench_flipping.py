@@ -6,7 +6,8 @@
 The photographs are crops of scikit-image's cat, the maps smooth noise: time hardly depends on them. The
 bare network runs on images that are ready, at each batch size and in both memory formats; the fastest is the
 yardstick. Against Quantus: 8 photographs, mean fill, one patch a step, as it does it. Times of patch flipping
-include everything, the search for the batch size too. Run it on an idle machine.
+include everything, the search for the batch size too. Run it on an idle machine, or with --cpu: then times
+are CPU seconds of one thread, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ def smooth_noise(inputs: Tensor, n_concepts: int) -> Tensor:
     return maps.unflatten(0, (len(inputs), n_concepts))
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Wall-clock time of one run."""
-    begin = time.perf_counter()
+def seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Time of one run."""
+    begin = clock()
     run()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
-def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int, quiet: bool = False) -> float:
+def bare(
+    model: nn.Module,
+    inputs: Tensor,
+    sizes: list[int],
+    repeats: int,
+    clock: Callable[[], float],
+    quiet: bool = False,
+) -> float:
     """Table of milliseconds per image of the network alone; returns the least."""
     if not quiet:
         print("\n| batch | contiguous, ms | channels-last, ms |\n|---|---|---|")
@@ -53,7 +61,7 @@ def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int, quiet
             row = []
             for memory_format in FORMATS.values():
                 images = batch.contiguous(memory_format=memory_format)
-                times = [seconds(partial(model, images)) for _ in range(repeats + 1)]
+                times = [seconds(partial(model, images), clock) for _ in range(repeats + 1)]
                 row.append(1e3 * min(times[1:]) / size)
             if not quiet:
                 print(f"| {size} | {row[0]:.2f} | {row[1]:.2f} |", flush=True)
@@ -61,7 +69,7 @@ def bare(model: nn.Module, inputs: Tensor, sizes: list[int], repeats: int, quiet
     return least
 
 
-def with_quantus(model: nn.Module, inputs: Tensor, maps: Tensor) -> float:
+def with_quantus(model: nn.Module, inputs: Tensor, maps: Tensor, clock: Callable[[], float]) -> float:
     """Milliseconds per evaluation of Quantus' RegionPerturbation, one patch a step, mean fill."""
     import quantus
 
@@ -85,7 +93,8 @@ def with_quantus(model: nn.Module, inputs: Tensor, maps: Tensor) -> float:
                 softmax=False,
                 channel_first=True,
                 batch_size=len(inputs),
-            )
+            ),
+            clock,
         )
     return 1e3 * spent / (197 * len(inputs))
 
@@ -102,7 +111,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of ours, bare and Quantus in turn")
     parser.add_argument("--only-rounds", action="store_true", help="nothing else")
     parser.add_argument("--quantus", action="store_true", help="also Quantus, side by side")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds of one thread, not wall-clock time")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu else time.perf_counter
+    if options.cpu:
+        torch.set_num_threads(1)
     network = load_network("efficientnet_lite0")
     # As a user has it; in channels-last, as loaded here, every input would be taken for one.
     network.model.to(memory_format=torch.contiguous_format)
@@ -111,21 +124,21 @@ def main() -> None:
     print(f"{len(inputs)} images, {torch.get_num_threads()} threads for the network")
     maps = smooth_noise(inputs, max(options.concepts))
     if not options.only_rounds:
-        least = bare(network.model, inputs, options.sizes, options.repeats)
+        least = bare(network.model, inputs, options.sizes, options.repeats, clock)
         print("\n| fill | K | evaluations | ms each | the network in it | × the fastest bare pass |")
         print("|---|---|---|---|---|---|")
         for fill, k in itertools.product(options.fills, options.concepts):
-            ours, inside, rows = flipped(network, inputs, maps[:, :k], fill, "squares")
+            ours, inside, rows = flipped(network, inputs, maps[:, :k], fill, "squares", clock)
             ratio = ours / least
             print(f"| {fill} | {k} | {rows} | {ours:.2f} | {inside:.2f} | {ratio:.2f} |", flush=True)
     # In turn, as the speed of a machine changes within minutes.
     print("\nmean fill, one patch a step, ms an evaluation")
     print("| round | fastest bare pass | ours | × bare | Quantus | × ours |\n|---|---|---|---|---|---|")
     for number in range(options.rounds):
-        before = bare(network.model, inputs, [4, 8, 16], options.repeats, quiet=True)
-        ours, _, _ = flipped(network, inputs, maps[:, :1], "mean", "single")
-        between = bare(network.model, inputs, [4, 8, 16], options.repeats, quiet=True)
-        theirs = with_quantus(network.model, inputs, maps[:, :1]) if options.quantus else float("nan")
+        before = bare(network.model, inputs, [4, 8, 16], options.repeats, clock, quiet=True)
+        ours, _, _ = flipped(network, inputs, maps[:, :1], "mean", "single", clock)
+        between = bare(network.model, inputs, [4, 8, 16], options.repeats, clock, quiet=True)
+        theirs = with_quantus(network.model, inputs, maps[:, :1], clock) if options.quantus else float("nan")
         least = (before + between) / 2
         print(
             f"| {number + 1} | {before:.2f} before, {between:.2f} after | {ours:.2f} | {ours / least:.2f} | "
@@ -135,7 +148,7 @@ def main() -> None:
 
 
 def flipped(
-    network: Network, inputs: Tensor, maps: Tensor, fill: str, schedule: str
+    network: Network, inputs: Tensor, maps: Tensor, fill: str, schedule: str, clock: Callable[[], float]
 ) -> tuple[float, float, int]:
     """Milliseconds per evaluation in all and in the network alone, and the evaluations."""
     rows = 0
@@ -146,11 +159,11 @@ def flipped(
         output: Tensor = network.model(images)
         return output
 
-    begin = time.perf_counter()
+    begin = clock()
     curves = patch_flipping(
         counted, inputs, maps, TARGET, network.preprocessing, fill=fill, schedule=schedule
     )
-    return 1e3 * (time.perf_counter() - begin) / rows, 1e3 * curves.network_seconds / rows, rows
+    return 1e3 * (clock() - begin) / rows, 1e3 * curves.network_seconds / rows, rows
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/kills.py                     # 100 kills, shared by all cases
     python tests/benchmarks/kills.py --kills 8 --case collection
+    python tests/benchmarks/kills.py --kills 8 --case 'audit and report'
 
 A trial starts a case in a process of its own, kills it at a time drawn evenly from the length of a whole run,
 and compares what was begun (noted by the work itself) with what is on the disk: all but the unit under way
@@ -15,7 +16,6 @@ Prints a Markdown table; the exit status is 1 if anything was lost.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -25,215 +25,14 @@ import sys
 import tempfile
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from kill_cases import Audit, Benchmark, Case, Collection, ManyClasses, ManyClassesOnTwoRanks, noted
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
-
-from drsa_audit import find_classes  # noqa: E402
-from drsa_audit.jobs import learned_job, single_job  # noqa: E402
-from drsa_core import DRSA, Pairs, PairStore, Subspaces, fit_many, joined_ranks  # noqa: E402
-from drsa_core.collect import collect_pairs  # noqa: E402
-
-from tests.audit.photos import random_photos  # noqa: E402
-from tests.audit.test_experiment import CountingBackend, Model, experiment_on  # noqa: E402
-from tests.ranks.work import GradientTimesInput, photographs  # noqa: E402
-
-IMAGES, BATCH, CLASSES = 120, 3, 5
-
-
-def note(file: Path, text: str) -> None:
-    """Add a line to a file at once: it is there also if this process is killed right after."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(descriptor, f"{text}\n".encode())
-    os.close(descriptor)
-
-
-def noted(file: Path) -> list[str]:
-    """The lines of a file, none if it is missing."""
-    return file.read_text().splitlines() if file.exists() else []
-
-
-class NotingExplainer(GradientTimesInput):
-    """Notes every batch that it begins."""
-
-    def __init__(self, log: Path) -> None:
-        super().__init__()
-        self.log = log
-
-    def context(self, inputs: Any, target: Any) -> Any:
-        """As in `Explainer`."""
-        note(self.log, "batch")
-        return super().context(inputs, target)
-
-
-class NotingDRSA(DRSA):
-    """Notes every fit that it begins, with a path that is set for the process."""
-
-    log: Path
-
-    def fit(self, *pairs: Any, **options: Any) -> NotingDRSA:
-        """As in `DRSA`."""
-        note(type(self).log, "fit")
-        super().fit(*pairs, **options)
-        return self
-
-
-class Case(ABC):
-    """Work that can be resumed."""
-
-    name: str
-    n_ranks = 1
-
-    @abstractmethod
-    def run(self, folder: Path, log: Path) -> None:
-        """Do what is missing in a folder; every unit is noted when it begins."""
-
-    @abstractmethod
-    def units(self, folder: Path) -> dict[str, int]:
-        """Finished units on the disk, by kind; ValueError if one of them is damaged."""
-
-    @abstractmethod
-    def result(self, folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """What must have the same bytes, and numbers that must agree within 1e-9."""
-
-
-class Collection(Case):
-    """A collection into a store, 40 batches."""
-
-    name = "collection"
-
-    def run(self, folder: Path, log: Path) -> None:
-        """As in `Case`."""
-        loader = photographs(IMAGES, CLASSES, BATCH)
-        NotingExplainer(log).collect(loader, "label", 5, 0, False, PairStore(folder))
-
-    def units(self, folder: Path) -> dict[str, int]:
-        """As in `Case`."""
-        store = PairStore(folder)
-        if damaged := store.damaged():
-            raise ValueError(f"damaged: {damaged}")
-        return {"batch": len(store)}
-
-    def result(self, folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """As in `Case`."""
-        return {file.name: file.read_bytes() for file in folder.glob("[!.]*")}, {}
-
-
-class ManyClasses(Case):
-    """40 batches and five classes with a fit each."""
-
-    name = "many classes"
-
-    def run(self, folder: Path, log: Path) -> None:
-        """As in `Case`."""
-        NotingDRSA.log = log
-        solver = NotingDRSA(2, random_state=0, n_init=2)
-        loader = photographs(IMAGES, CLASSES, BATCH)
-        with joined_ranks(timedelta(seconds=120)) as ranks:
-            explainer = NotingExplainer(log)
-            fit_many(explainer, loader, folder, solver, positions=5, progress=False, ranks=ranks)
-
-    def units(self, folder: Path) -> dict[str, int]:
-        """As in `Case`."""
-        for store in (PairStore(place) for place in (folder / "pairs").glob("*")):
-            if damaged := store.damaged():
-                raise ValueError(f"damaged: {damaged}")
-        for file in (folder / "batches").glob("*.json"):
-            json.loads(file.read_text())
-        results = [Subspaces.load(file) for file in (folder / "subspaces").glob("*.safetensors")]
-        return {"batch": len(list((folder / "batches").glob("*.json"))), "fit": len(results)}
-
-    def result(self, folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """As in `Case`."""
-        found = [f for name in ("pairs", "batches") for f in (folder / name).rglob("*.*") if f.is_file()]
-        same = {str(file.relative_to(folder)): file.read_bytes() for file in found}
-        files = (folder / "subspaces").glob("*.safetensors")
-        return same, {file.name: Subspaces.load(file).basis.tolist() for file in files}
-
-
-class ManyClassesOnTwoRanks(ManyClasses):
-    """The same, shared by two ranks; resumed by two."""
-
-    name = "many classes, 2 ranks"
-    n_ranks = 2
-
-
-class NotingBackend(CountingBackend):
-    """Collects into the store that it is given, and notes batches and maps."""
-
-    def __init__(self, model: Model, log: Path) -> None:
-        super().__init__(model)
-        self.log = log
-
-    def collect(self, batches: Any, target: Any, positions: Any, seed: Any, store: Any) -> Pairs:
-        """As in `drsa_audit.Backend`."""
-
-        def context(inputs: Any, chosen: Any) -> Any:
-            note(self.log, "batch")
-            return self._context(inputs, chosen)[:2]
-
-        origin: dict[str, Any] = {"backend": "test", "method": "gradient", "layer": "features", "model": None}
-        return collect_pairs(
-            context, batches, target, positions=positions, random_state=seed, store=store, **origin
-        )
-
-    def explain(self, inputs: Any, target: Any, subspaces: Any) -> Any:
-        """As in `drsa_audit.Backend`; the first of two calls a job is noted."""
-        if self.explained % 2 == 0:
-            note(self.log, "job")
-        return super().explain(inputs, target, subspaces)
-
-
-class Benchmark(Case):
-    """An experiment of `drsa_audit`: two classes, four jobs each."""
-
-    name = "benchmark"
-
-    def __init__(self, data: Path) -> None:
-        self.data = data
-
-    def run(self, folder: Path, log: Path) -> None:
-        """As in `Case`."""
-        torch.manual_seed(0)
-        model = Model().eval()
-        jobs = [learned_job("drsa", 2, 0), learned_job("dsa", 2, 0), single_job("prca", [1, 2], 0)]
-        jobs.append(single_job("pca", [1], 0))
-        experiment = experiment_on(folder, model)
-        experiment.say = lambda _: None
-        experiment.run("main", "features", NotingBackend(model, log), find_classes(self.data), jobs)
-
-    def units(self, folder: Path) -> dict[str, int]:
-        """As in `Case`."""
-        batches = 0
-        for place in (folder / "pairs").glob("*/*"):
-            store = PairStore(place)
-            if damaged := store.damaged():
-                raise ValueError(f"damaged: {damaged}")
-            batches += len(store)
-        files = list((folder / "results").rglob("*.json"))
-        for file in files:
-            json.loads(file.read_text())
-        return {"batch": batches, "job": len(files)}
-
-    def result(self, folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """As in `Case`."""
-        pairs = {
-            str(f.relative_to(folder)): f.read_bytes() for f in (folder / "pairs").rglob("0*.safetensors")
-        }
-        scores = {
-            f"{file.relative_to(folder)} {i} {key}": value
-            for file in (folder / "results").rglob("*.json")
-            for i, record in enumerate(json.loads(file.read_text()))
-            for key, value in record.items()
-            if not key.endswith("seconds")
-        }
-        return pairs, scores
+from tests.audit.photos import random_photos
 
 
 def start(case: Case, folder: Path, log: Path) -> list[int]:
@@ -346,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ("collection", "many classes", "many classes, 2 ranks", "benchmark")
+    names = ("collection", "many classes", "many classes, 2 ranks", "benchmark", "audit and report")
     parser.add_argument("--kills", type=int, default=100, help="kills in all (default: 100)")
     parser.add_argument("--case", choices=names, nargs="*", default=names, help="which cases (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the times (default: 0)")
@@ -363,6 +162,7 @@ def main() -> int:
             ManyClasses,
             ManyClassesOnTwoRanks,
             lambda: Benchmark(data),
+            lambda: Audit(Path(folder) / "pictures"),
         ]
         cases = [case for case in (make() for make in makers) if case.name in args.case]
         for i, case in enumerate(cases):

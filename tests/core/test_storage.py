@@ -148,6 +148,39 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_disk_that_is_really_full_leaves_the_old_file(small_disk) -> None:
+    path = small_disk / "s.safetensors"
+    save(path, 8)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match=r"could not write .*s.safetensors: No space left on device"):
+        save(path, 512)  # 1 MB on a disk of 256 kB
+    assert path.read_bytes() == before
+    assert os.listdir(small_disk) == ["s.safetensors"]
+    save(path, 16)  # and there is room again
+    assert len(Subspaces.load(path).basis) == 16
+
+
+LIMITED = """
+import resource, sys, torch
+from drsa_core import Subspaces
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+Subspaces(torch.eye(512), [512]).save(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
+def test_a_file_larger_than_the_system_allows_leaves_the_old_one(tmp_path) -> None:
+    path = tmp_path / "s.safetensors"
+    save(path)
+    before = path.read_bytes()
+    command = [sys.executable, "-c", LIMITED, str(path)]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert f"could not write {path}: File too large" in ended.stderr
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["s.safetensors"]
+
+
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path) -> None:
     def leftover(name: str, age: float) -> Path:
         file = tmp_path / name

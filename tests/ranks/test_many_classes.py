@@ -151,6 +151,21 @@ def test_a_full_disk_ends_the_job_and_loses_nothing(tmp_path, monkeypatch) -> No
     assert files(tmp_path / "full") == whole
 
 
+def test_a_disk_that_is_really_full_is_no_loss_either(small_disk, tmp_path) -> None:
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(160_000))  # of 256 kB: less is left than the job needs
+    with pytest.raises(OSError, match=r"could not write .*: No space left"):
+        run(small_disk / "job")
+    run(tmp_path / "whole")
+    done, whole = files(small_disk / "job"), files(tmp_path / "whole")
+    assert done
+    assert all(whole[name] == content for name, content in done.items())
+    filler.unlink()
+    _, images = run(small_disk / "job")
+    assert 0 < images < 23
+    assert files(small_disk / "job") == whole
+
+
 def test_a_class_that_cannot_be_fitted_does_not_end_the_job(tmp_path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 3, 6, 6, generator=generator, dtype=torch.float64)

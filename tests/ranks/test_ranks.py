@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from drsa_core import DRSA, ClassIndex, Pairs, PairStore, Subspaces, fit_many
 from drsa_core.ranks import Ranks
+
+from tests.core.test_storage import environment
 
 from .launching import finish, start_ranks
 from .work import FITS, GradientTimesInput, pairs, photographs
@@ -130,6 +134,44 @@ def test_a_killed_rank_ends_the_others_with_an_error() -> None:
     assert ended[1][0] == -9
     assert ended[0][0] == 1
     assert "RankError: rank 0 of 2 waited for the others (the end) in vain" in ended[0][1]
+
+
+STUCK = """
+import sys, time
+from datetime import timedelta
+import torch
+from drsa_core import joined_ranks
+with joined_ranks(timedelta(seconds=120)) as ranks:
+    ranks.meet("the start")  # the import may take a while
+    with joined_ranks(timedelta(seconds=4)) as impatient:
+        if ranks.rank == 1:
+            time.sleep(600)
+        if sys.argv[1] == "meet":
+            impatient.meet("the end")
+        impatient.sum(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize("work", ["meet", "sum"])
+def test_a_stuck_rank_ends_the_whole_job_with_an_error(tmp_path, work: str) -> None:
+    """As users start it: torchrun ends the rank that hangs as soon as the other one has given up."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), work]
+    ended = subprocess.run(
+        [sys.executable, *command],
+        env={**environment(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,  # not the 600 s of the rank that hangs
+        check=False,
+    )
+    assert ended.returncode == 1
+    what = {"meet": "the end", "sum": "a sum"}[work]
+    assert f"RankError: rank 0 of 2 waited for the others ({what}) in vain" in ended.stderr
+    assert "took longer than the timeout" in ended.stderr
+    if work == "meet":
+        assert "Ranks 1 failed to pass monitoredBarrier" in ended.stderr  # who it was
 
 
 def test_shares_are_even_and_cover_everything() -> None:

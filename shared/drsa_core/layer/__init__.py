@@ -2,7 +2,7 @@
 
 from .backward import BackwardPass
 from .contexts import ContextMethod, GradientContext, IntegratedGradientsContext, contexts_by_example
-from .cut import Cut, gradient_at_layer, gradients_at_cut, gradients_at_inputs
+from .cut import Cut, gradients_at_cut, gradients_at_inputs
 from .find import eager, find_layer
 from .guard import Guard, guarded, uninterrupted
 from .losses import (
@@ -41,7 +41,6 @@ __all__ = [
     "filter_context",
     "filter_relevance",
     "find_layer",
-    "gradient_at_layer",
     "gradients_at_cut",
     "gradients_at_inputs",
     "guarded",

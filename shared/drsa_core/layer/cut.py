@@ -44,13 +44,6 @@ class Cut:
         return self.above.clone()
 
 
-def gradient_at_layer(
-    outputs: Tensor, activation: Tensor, layer_name: str, grad_outputs: Tensor | None = None, **options: Any
-) -> Tensor:
-    """Gradient at the layer, or an error that says why there is none."""
-    return gradients_at_cut(outputs, activation, (), layer_name, grad_outputs, **options)[0]
-
-
 def gradients_at_cut(
     outputs: Tensor,
     activation: Tensor,

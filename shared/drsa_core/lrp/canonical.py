@@ -120,7 +120,7 @@ class OverDenominator(torch.autograd.Function):
     ) -> Tensor:
         d = at_least_single(denominator)
         if stabilizer:
-            d = d + torch.where(d >= 0, stabilizer, -stabilizer).to(d.dtype)
+            d = d + stabilizer * torch.where(d >= 0, 1.0, -1.0).to(d.dtype)
         inverse = d.reciprocal()
         ctx.save_for_backward(inverse.masked_fill_(d.abs() <= threshold, 0))
         return output.clone()
@@ -129,6 +129,34 @@ class OverDenominator(torch.autograd.Function):
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return (relevance[0] * inverse).to(relevance[0].dtype), None, None, None
+
+
+class OverGammaDenominator(torch.autograd.Function):
+    """`z` forwards; backwards, relevance becomes the gradients of d = (1 + γ/2) z + s γ/2 m, divided by d,
+    with s the sign of z (Note K, generalised LRP-γ).
+
+    `magnitude`, m, is not negative, so that d has the sign of z and only |d| needs to be computed. Both
+    factors of R are made once, in the forward pass, for all backward passes. `threshold` and `stabilizer` as
+    in `OverDenominator`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, magnitude: Tensor, gamma: float, threshold: float, stabilizer: float
+    ) -> Tensor:
+        size = at_least_single(z).abs().mul_(1 + gamma / 2).add_(magnitude, alpha=gamma / 2)
+        if stabilizer:
+            size += stabilizer
+        inverse = size.reciprocal().masked_fill_(size <= threshold, 0)
+        signed = torch.copysign(inverse, z + 0.0)  # −0 + 0 is +0: s = 1 where z = 0
+        ctx.save_for_backward(signed.mul_(1 + gamma / 2), inverse.mul_(gamma / 2))
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
+        (r,) = relevance
+        of_z, of_magnitude = ctx.saved_tensors
+        return (r * of_z).to(r.dtype), (r * of_magnitude).to(r.dtype), None, None, None
 
 
 class DropSmall(torch.autograd.Function):

@@ -35,6 +35,8 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
     While the canonizer is applied, the backward pass of the model carries relevance: it is not its gradient.
     """
 
+    keeps_output = True  # see `zennit_drsa.composite.GuardedComposite.may_change_output`
+
     def __init__(self) -> None:
         super().__init__()
         self._edits = ModuleEdits()

@@ -71,8 +71,9 @@ class DRSA(Estimator):
         the paper's loop, which then never stops early.
     random_state : int or None
         Seed of the starts, at least 0; the same seed gives the same result.
-    progress : bool
-        Show a progress bar.
+    progress : bool, optional
+        Show a progress bar, with the time that the iterations still take at most. Default: on a terminal,
+        for runs of more than five seconds.
     balance : float
         How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
         becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `balanced`. 0 is the paper's objective, in which positions
@@ -122,7 +123,7 @@ class DRSA(Estimator):
         max_iter: int | None = None,
         tol: float | None = None,
         random_state: Seed = None,
-        progress: bool = False,
+        progress: bool | None = None,
         solver: str = COARSE_TO_FINE,
         balance: float = 0.0,
     ) -> None:

@@ -18,6 +18,9 @@ from .paper_loop import Callback, Result
 from .quasi_newton import quasi_newton
 from .span import reduce_to_span
 
+#: Seconds after which a run is long enough to tell how long it still takes.
+LONG = 5.0
+
 #: A solver from one start: objective, start, max_iter, tol and callback in, result out.
 Solve = Callable[[Objective, Tensor, int, float, Callback], Result]
 
@@ -72,8 +75,8 @@ class Search:
         Where starts come from.
     name : str
         Shown before the progress bar.
-    progress : bool
-        Whether there is one.
+    progress : bool or None
+        Whether there is one; None: on a terminal, for long runs.
     reduced : list of Result
         Runs in a reduced problem, if there were any.
     """
@@ -82,7 +85,7 @@ class Search:
     tol: float
     generator: np.random.Generator
     name: str
-    progress: bool
+    progress: bool | None
     reduced: list[Result] = field(default_factory=list)
 
     def from_start(self, solve: Solve, objective: Objective, start: Tensor) -> list[Result]:
@@ -134,7 +137,13 @@ class Search:
 
     def run(self, solve: Solve, objective: Objective, start: Tensor, title: str, tol: float) -> Result:
         """One run, and a second one from where it ended if a subspace died on the way."""
-        with tqdm(total=self.max_iter, desc=f"{self.name} {title}", disable=not self.progress) as bar:
+        with tqdm(
+            total=self.max_iter,
+            desc=f"{self.name} {title}",
+            disable=None if self.progress is None else not self.progress,  # None: on a terminal
+            delay=0 if self.progress else LONG,
+            leave=bool(self.progress),
+        ) as bar:
 
             def show(value: float, bar: tqdm[Any] = bar) -> None:
                 bar.update()
