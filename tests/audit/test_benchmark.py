@@ -54,10 +54,12 @@ def settings(tmp_path) -> BenchmarkSettings:
 def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> None:
     said: list[str] = []
     records = run_benchmark(settings, said.append)
-    # Readings of each class: DRSA, the whole, three single ones, DSA, two of each of two random seeds; K = 4
-    # and another layer with two methods each; four methods at d = 1 and 2; five attributions.
-    assert len(records) == 2 * (2 + 3 + 1 + 4 + 2 + 2 + 8 + 5)
-    assert {r["stage"] for r in records} == {"main", "layers", "subspaces", "dims", "attribution"}
+    # Readings of each class: DRSA, the whole, three single ones, DSA, DRSA with balance, two of each of two
+    # random seeds; K = 4 and another layer with three methods each; four methods at d = 1 and 2; five
+    # attributions; ablation of five sets of concepts, stability of three.
+    assert len(records) == 2 * (2 + 3 + 2 + 4 + 3 + 3 + 8 + 5 + 5 + 3)
+    stages = {"main", "layers", "subspaces", "dims", "attribution", "ablation", "stability"}
+    assert {r["stage"] for r in records} == stages
     assert {r["layer"] for r in records if r["stage"] == "layers"} == {"3"}
     text = (settings.out / "tables.md").read_text()
     for title in (
