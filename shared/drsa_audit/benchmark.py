@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .backends import SAMPLES, make_backend
+from .checks import check_by_ablation, check_stability, compare_gammas
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
-from .checks import check_by_ablation, check_stability, compare_gammas
 from .images import ClassImages, find_classes
 from .jobs import LEARNED, LINES, SINGLE, Job, labelled_job, learned_job, of_concepts, random_job, single_job
 from .networks import Network, load_network, with_gamma, with_upper_gamma
@@ -57,7 +57,9 @@ class BenchmarkSettings:
         default=None, metadata=about("indices or folder names; default: all", str)
     )
     subspaces: int = field(default=4, metadata=about("K of the main tables", int))
-    stages: tuple[str, ...] = field(default=STAGES, metadata=about("what to run", str, (*STAGES, GAMMA_STAGE)))
+    stages: tuple[str, ...] = field(
+        default=STAGES, metadata=about("what to run", str, (*STAGES, GAMMA_STAGE))
+    )
     train_images: int = field(default=500, metadata=about("per class, at most", int))
     positions: int = field(default=20, metadata=about("pairs per training image", int))
     val_images: int = field(default=50, metadata=about("per class, at most", int))
@@ -117,7 +119,9 @@ class BenchmarkSettings:
 
     def about(self) -> dict[str, Any]:
         """What a reader of the tables should know; no paths, which differ from machine to machine."""
-        chosen = {name: value for name, value in asdict(self).items() if name not in ("data", "out", "weights")}
+        chosen = {
+            name: value for name, value in asdict(self).items() if name not in ("data", "out", "weights")
+        }
         chosen |= {"model": self.model.rpartition("/")[2], "data": self.data.name}
         for name in ("netdissect", "ibd"):
             chosen[name] = None if chosen[name] is None else chosen[name].name

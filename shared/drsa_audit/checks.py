@@ -83,7 +83,7 @@ def check_stability(
 def compare_gammas(
     experiment: Experiment, layer: str, classes: Sequence[ClassImages], gammas: Sequence[float]
 ) -> list[Record]:
-    """Patch flipping of standard maps on training images, as many as there are validation images, for each γ."""
+    """Patch flipping of standard maps for each γ, on training images: as many as there are to validate."""
     records: list[Record] = []
     for gamma in gammas:
         backend = make_backend("lrp", with_gamma(experiment.network, gamma), layer)

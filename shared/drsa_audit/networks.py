@@ -159,8 +159,8 @@ def with_input(network: Network, transform: Transform) -> Network:
 def with_gamma(network: Network, gamma: float) -> Network:
     """The network with LRP-γ of another γ in the convolutions below the concept layer.
 
-    Which γ suits a network is found by patch flipping on training images, as in the paper for NFNets (Note D).
-    VGGs and NFNets keep the paper's rules.
+    Which γ suits a network is found by patch flipping on training images, as in Note D for NFNets. VGGs and
+    NFNets keep the paper's rules.
     """
     rules = network.composite
     if not isinstance(rules, SuitableRules) or not _has_convnet_rules(network.model):

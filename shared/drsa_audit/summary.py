@@ -177,7 +177,7 @@ def _differences(ours: str, series: Sequence[Series], metrics: Sequence[str]) ->
 
 
 def _difference(ours: Series, other: Series, metric: str) -> dict[str, Any]:
-    """Mean, standard error over classes, bootstrap over images within classes, classes where ours is better."""
+    """Mean, standard error over classes, bootstrap over the images of classes, classes where ours wins."""
     if metric in CLASS_METRICS:
         mine, theirs = ours.class_means(metric), other.class_means(metric)
         names = [name for name in mine if name in theirs]

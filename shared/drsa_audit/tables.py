@@ -46,8 +46,8 @@ NAMES = {
 }
 #: Explained below tables in which they occur.
 LEGENDS = {
-    "ablation": "Ablation: correlation, over images and concepts of a class, of R_k with what the output loses "
-    "when the concept is taken out of the activation; “within images” after each image's mean is taken off.",
+    "ablation": "Ablation: correlation, over images and concepts of a class, of R_k with what the output "
+    "loses when the concept is taken out of the activation; “within images” after each image's mean is taken off.",
     "stability": "Stability: correlation of R_k of concepts learned from two halves of the training images, "
     "matched one to one; mean over concepts.",
 }

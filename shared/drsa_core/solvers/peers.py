@@ -1,4 +1,4 @@
-"""What one might take instead of DRSA: K directions found by other methods, with the interface of the solvers.
+"""What one might take instead of DRSA: K directions found by other methods, with the solvers' interface.
 
 They are the concept finders of CRAFT (non-negative factors of the activations), of ACE (clusters), of CRP
 (single channels by their relevance), independent components, and a sparse dictionary. Each yields K
@@ -38,7 +38,7 @@ def orthonormalised(directions: Tensor) -> Tensor:
     left, values, right = torch.linalg.svd(unit, full_matrices=False)
     if float(values[-1]) <= 1e-6 * float(values[0]):
         raise ValueError(
-            f"the {directions.shape[1]} directions are linearly dependent, so that they cannot be told apart; "
+            f"the {directions.shape[1]} directions are linearly dependent and cannot be told apart; "
             "ask for fewer of them, or give more samples"
         )
     return left @ right
@@ -98,9 +98,7 @@ class NMF(Directions):
                 f"NMF needs activations that are not negative, got {float((a < 0).float().mean()):.1%} "
                 "negative ones; choose a layer that ends in a ReLU"
             )
-        solver = _sklearn("decomposition").NMF(
-            n_subspaces, init="nndsvda", max_iter=400, random_state=seed
-        )
+        solver = _sklearn("decomposition").NMF(n_subspaces, init="nndsvda", max_iter=400, random_state=seed)
         return torch.from_numpy(_quietly(solver, a).components_.T.copy())
 
 
@@ -165,9 +163,7 @@ def _sklearn(module: str) -> Any:
 
         return import_module(f"sklearn.{module}")
     except ImportError as error:
-        raise ImportError(
-            "this method is scikit-learn's: pip install 'captum-zennit-drsa[peers]'"
-        ) from error
+        raise ImportError("this method is scikit-learn's: pip install 'captum-zennit-drsa[peers]'") from error
 
 
 def _quietly(solver: Any, a: Tensor) -> Any:
