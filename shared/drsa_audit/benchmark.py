@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from drsa_core import concept_vectors
+
 from .backends import SAMPLES, make_backend
 from .checks import check_by_ablation, check_stability, compare_gammas
 from .experiment import Evaluation, Experiment, OutOfTime, Record
@@ -20,6 +24,8 @@ from .tables import write_tables
 STAGES = ("main", "layers", "subspaces", "dims", "attribution", "ablation", "stability")
 #: Also a stage, but one that comes before all others: it tells which γ to take.
 GAMMA_STAGE = "gamma"
+#: IBD with concept vectors of the classes of the photographs, where no other labels are at hand.
+CLASS_VECTORS = "ibd-classes"
 ATTRIBUTIONS = ("noise", "gxi", "ig", "shapley", "lrp")
 
 
@@ -106,7 +112,9 @@ class BenchmarkSettings:
     )
     methods: tuple[str, ...] | None = field(
         default=None,
-        metadata=about(f"of the main stage, e.g. prca drsa; default: all but {', '.join(LINES)}", str),
+        metadata=about(
+            f"of the main stage, e.g. prca drsa; default: all but {', '.join((*LINES, CLASS_VECTORS))}", str
+        ),
     )
 
     def quick(self) -> BenchmarkSettings:
@@ -196,6 +204,8 @@ def _run_stages(
     classes: Sequence[ClassImages],
 ) -> list[Record]:
     records: list[Record] = []
+    if CLASS_VECTORS in (settings.methods or ()) and not _vectors_file(settings).exists():
+        _fit_class_vectors(settings, experiment, network, layer, classes)
     n_ablation = settings.ablation_images or settings.val_images
     fewer = [replace(c, val=c.val[:n_ablation]) for c in classes]
     for stage, where, jobs in _plan(settings, layer):
@@ -215,6 +225,24 @@ def _run_stages(
     if GAMMA_STAGE in settings.stages:
         records += compare_gammas(experiment, layer, fewer, settings.gammas)
     return records
+
+
+def _vectors_file(settings: BenchmarkSettings) -> Path:
+    return settings.out / "class_vectors.npy"
+
+
+def _fit_class_vectors(
+    settings: BenchmarkSettings,
+    experiment: Experiment,
+    network: Network,
+    layer: str,
+    classes: Sequence[ClassImages],
+) -> None:
+    """Concept vectors of IBD where the only labels are those of the classes."""
+    backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
+    pairs = [experiment.pairs(layer, backend, images) for images in classes]
+    labels = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(part) for part in pairs]))
+    np.save(_vectors_file(settings), concept_vectors(torch.cat([p.a for p in pairs]), labels).numpy())
 
 
 def _rules(settings: BenchmarkSettings, network: Network, layer: str) -> Network:
@@ -248,8 +276,10 @@ def _main_jobs(settings: BenchmarkSettings) -> list[Job]:
     for method, file in (("netdissect", settings.netdissect), ("ibd", settings.ibd)):
         if file is not None:
             jobs.append(labelled_job(method, file, settings.subspaces))
+    if CLASS_VECTORS in (settings.methods or ()):
+        jobs.append(labelled_job(CLASS_VECTORS, _vectors_file(settings), settings.subspaces))
     jobs = [job for job in jobs if settings.methods is None or job.readings[0].method in settings.methods]
-    jobs += [
+    jobs += [  # only where they are asked for
         learned_job(method, settings.subspaces, settings.seed)
         for method in LINES
         if method in (settings.methods or ())

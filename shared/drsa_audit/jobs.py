@@ -139,6 +139,8 @@ def labelled_job(method: str, file: Path, n_subspaces: int) -> Job:
     def fit(pairs: Pairs) -> Subspaces:
         if method == "netdissect":
             return netdissect_subspaces(file, pairs.a, pairs.c, n_subspaces)
+        if not file.exists():
+            raise ValueError(f"there are no concept vectors in {file}")
         everything = ibd_subspaces(np.load(file, allow_pickle=False).astype(np.float32), residual=False)
         order = everything.relevance(pairs.a, pairs.c).mean(0).argsort(descending=True)
         return everything.select(order[:n_subspaces].tolist())

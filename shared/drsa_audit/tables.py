@@ -29,6 +29,7 @@ NAMES = {
     "prca": "PRCA",
     "netdissect": "NetDissect",
     "ibd": "IBD",
+    "ibd-classes": "IBD, class labels",
     "channels": "channels (CRP)",
     "kmeans": "k-means (ACE)",
     "nmf": "NMF (CRAFT)",
@@ -47,7 +48,8 @@ NAMES = {
 #: Explained below tables in which they occur.
 LEGENDS = {
     "ablation": "Ablation: correlation, over images and concepts of a class, of R_k with what the output "
-    "loses when the concept is taken out of the activation; “within images” after each image's mean is taken off.",
+    "loses when the concept is taken out of the activation; “within images” after each image's mean is taken "
+    "off.",
     "stability": "Stability: correlation of R_k of concepts learned from two halves of the training images, "
     "matched one to one; mean over concepts.",
 }
