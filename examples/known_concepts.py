@@ -19,6 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ class Network(nn.Sequential):
         return result.requires_grad_(False)
 
 
-def train(task: PlantedConcepts, seed: int, pooling: str, steps: int) -> nn.Module:
-    """A network that tells the classes apart. The result depends on the machine in its last digits."""
+def train(task: PlantedConcepts, seed: int, pooling: str, steps: int) -> tuple[nn.Module, float]:
+    """A network that tells the classes apart, and its accuracy on new scenes.
+
+    Machines and numbers of threads round differently, and the network is another one.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -86,7 +90,8 @@ def train(task: PlantedConcepts, seed: int, pooling: str, steps: int) -> nn.Modu
         loss.backward()
         optimiser.step()
         schedule.step()
-    return network.folded()
+    model = network.folded()
+    return model, accuracy_of(model, task, generator)
 
 
 def kept(models: list[nn.Module], file: Path) -> None:
@@ -103,28 +108,22 @@ def stored(seed: int, file: Path = WEIGHTS) -> nn.Module:
     return model
 
 
-def accuracy_of(model: nn.Module, task: PlantedConcepts, seed: int) -> float:
+def accuracy_of(model: nn.Module, task: PlantedConcepts, generator: torch.Generator) -> float:
     """Share of new scenes that the network is right about."""
-    test = task.sample(1000, torch.Generator().manual_seed(500 + seed))
+    test = task.sample(1000, generator)
     return float((model(test.images).argmax(1) == test.labels).float().mean())
 
 
-def rules(gamma_above: float) -> Callable[[], Composite]:
-    """z^B at the input, LRP-γ at convolutions with another γ above the concepts, LRP-ε at the classifier."""
-
-    def composite() -> Composite:
-        # The first composite that knows a module decides.
-        above = NameMapComposite([(["conv4"], Gamma(gamma_above))])
-        return MixedComposite([above, EpsilonGammaBox(low=-1.0, high=1.0, gamma=0.25)])
-
-    return composite
+def composite(gamma_above: float = 0.25) -> Composite:
+    """z^B at the input, LRP-γ at convolutions, with a γ of its own above the concepts, LRP-ε in the head."""
+    # The first composite that knows a module decides.
+    above = NameMapComposite([(["conv4"], Gamma(gamma_above))])
+    return MixedComposite([above, EpsilonGammaBox(low=-1.0, high=1.0, gamma=0.25)])
 
 
-def explain(
-    model: nn.Module, composite: Composite, subspaces: Subspaces, images: Tensor, label: int
-) -> Tensor:
+def explain(model: nn.Module, rules: Composite, subspaces: Subspaces, images: Tensor, label: int) -> Tensor:
     """Maps of a class on the pixels, shape (N, K, H, W)."""
-    attributor = DisentangledAttributor(Gradient(model, composite), LAYER, subspaces)
+    attributor = DisentangledAttributor(Gradient(model, rules), LAYER, subspaces)
     return attributor.explain(images, label, whole=False).maps.sum(2)
 
 
@@ -219,12 +218,10 @@ def suspects(seed: int) -> dict[str, Fit]:
     }
 
 
-def evidence(
-    model: nn.Module, composite: Composite, scenes: Scenes, masks: Tensor, label: int
-) -> list[float]:
+def evidence(model: nn.Module, rules: Composite, scenes: Scenes, masks: Tensor, label: int) -> list[float]:
     """Share of the positive relevance of the standard map that lies inside each mask."""
     whole = Subspaces(torch.eye(N_FEATURES), [N_FEATURES])
-    return match_masks(explain(model, composite, whole, scenes.images, label), masks).inside[0].tolist()
+    return match_masks(explain(model, rules, whole, scenes.images, label), masks).inside[0].tolist()
 
 
 def matched(maps: Tensor, result: Matching) -> Tensor:
@@ -270,7 +267,7 @@ def main() -> None:
     options = parser.parse_args()
 
     task = PlantedConcepts(strengths=(1.0, options.weak) * 3)
-    composite = rules(options.gamma_above)
+    rules = partial(composite, options.gamma_above)
     is_usual = (options.steps, options.pooling, options.weak) == (STEPS, "mean", 1.0) and options.seeds <= 5
     results: dict[str, list[tuple[float, int]]] = {}
     gains: dict[str, list[float]] = {}
@@ -281,32 +278,33 @@ def main() -> None:
         shown = list(task.classes[label])
         if is_usual and not options.train:
             model = stored(seed)
+            accuracy = accuracy_of(model, task, torch.Generator().manual_seed(500 + seed))
         else:
-            model = train(task, seed, options.pooling, options.steps)
+            model, accuracy = train(task, seed, options.pooling, options.steps)
         models.append(model)
         seconds = time.perf_counter() - begin
         generator = torch.Generator().manual_seed(1000 + seed)
         learn, test = task.sample(options.images, generator, label), task.sample(60, generator, label)
         masks = test.masks[:, shown]
-        shares = evidence(model, composite(), test, masks, label)
+        shares = evidence(model, rules(), test, masks, label)
         print(
-            f"seed {seed}: accuracy {accuracy_of(model, task, seed):.3f} after {seconds:.0f} s; "
+            f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s; "
             f"class {label}, evidence of "
             + ", ".join(f"{PATTERN_NAMES[m]} {share:.2f}" for m, share in zip(shown, shares, strict=True)),
             flush=True,
         )
         batches = learn.images.split(100)
-        pairs = collect(model, composite(), LAYER, batches, label, random_state=seed, progress=False)
+        pairs = collect(model, rules(), LAYER, batches, label, random_state=seed, progress=False)
         pictures: dict[str, Tensor] = {}
 
         def score(name: str, subspaces: Subspaces) -> None:
-            maps = explain(model, composite(), subspaces, test.images, label)  # noqa: B023 (this round only)
+            maps = explain(model, rules(), subspaces, test.images, label)  # noqa: B023 (this round only)
             result = match_masks(maps, masks)  # noqa: B023
             results.setdefault(name, []).append((result.score, result.covered))
             pictures[name] = matched(maps[0], result)  # noqa: B023
 
         if options.when:
-            every = collect(model, composite(), LAYER, batches, label, None, progress=False)
+            every = collect(model, rules(), LAYER, batches, label, None, progress=False)
             reference = None
             for name, fit in tqdm(suspects(seed).items(), leave=False):
                 solver = fit(pairs, every, learn.masks[:, shown])

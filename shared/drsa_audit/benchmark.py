@@ -239,6 +239,8 @@ def _fit_class_vectors(
     classes: Sequence[ClassImages],
 ) -> None:
     """Concept vectors of IBD where the only labels are those of the classes."""
+    if len(classes) < 3:
+        raise ValueError("vectors of two classes point in opposite directions; give photographs of three")
     backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
     pairs = [experiment.pairs(layer, backend, images) for images in classes]
     labels = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(part) for part in pairs]))

@@ -123,7 +123,7 @@ def cell(value: dict[str, Any]) -> str:
 
 def number(value: float) -> str:
     """Three digits after the point, or three significant ones for small numbers."""
-    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+    return f"{value:.3f}" if round(abs(value), 4) >= 0.1 or value == 0 else f"{value:.3g}"
 
 
 def differences_of(table: dict[str, Any]) -> str:
@@ -140,12 +140,13 @@ def differences_of(table: dict[str, Any]) -> str:
     ]
     for method in ordered(table["differences"]):
         found = table["differences"][method]
-        cells = [_difference(found[m]) if m in found else "" for m in metrics]
+        cells = [difference(found[m]) if m in found else "" for m in metrics]
         lines.append(f"| {name_of(method)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _difference(value: dict[str, Any]) -> str:
+def difference(value: dict[str, Any]) -> str:
+    """Mean ± standard error [interval], classes in which it is better."""
     interval = value["interval"]
     between = "" if interval is None else f" [{number(interval[0])}, {number(interval[1])}]"
     return f"{cell(value)}{between}, {value['better']}/{value['n_classes']}"
