@@ -95,7 +95,12 @@ def compare_gammas(
                 target = experiment.network.output_of(images.index)
                 maps = torch.cat([backend.attribute(x, target) for x in inputs.split(experiment.batch_size)])
                 scores = experiment.evaluate(inputs, maps[:, None].float(), target)
-                about = {"stage": "gamma", "layer": layer, "class": images.name, "method": f"γ = {gamma:g}"}
+                about: Record = {
+                    "stage": "gamma",
+                    "layer": layer,
+                    "class": images.name,
+                    "method": f"γ = {gamma:g}",
+                }
                 about |= {"n_subspaces": 1, "dims": None, "seed": 0, "files": names, "blocks": 1}
                 write_json(file, [about | {"explain_seconds": 0.0} | scores])
                 mean = sum(scores["aupc"]) / len(names)

@@ -171,7 +171,7 @@ def _differences(ours: str, series: Sequence[Series], metrics: Sequence[str]) ->
         if not mine or other.method == ours or not (pair := on_common_images(mine[0], other)):
             continue
         found[other.method] = {"n_images": len(pair[0].images)} | {
-            m: _difference(*pair, m) for m in metrics if all(s.has(m) for s in pair)
+            m: _difference(pair[0], pair[1], m) for m in metrics if all(s.has(m) for s in pair)
         }
     return found
 

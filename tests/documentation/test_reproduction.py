@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-for package in ("captum", "zennit", "timm", "matplotlib"):
-    pytest.importorskip(package)
-
+pytest.importorskip("captum")
+pytest.importorskip("zennit")
+pytest.importorskip("timm")
+pytest.importorskip("matplotlib")
 from reproduction import main, number_of, page, read_results
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -32,7 +34,7 @@ def test_verdicts_hold_no_number_of_their_own() -> None:
         assert not re.search(r"\d\.\d", found), row
 
 
-def small() -> dict:
+def small() -> dict[str, Any]:
     cell = {"mean": 1.25, "error": 0.5, "by_class": {"a": 1.0}}
     gap = {"mean": -0.25, "error": None, "interval": [-0.5, 0.0], "better": 1, "n_classes": 2}
     rows = {"drsa": {"n_seeds": 1, "n_images": 4, "aupc": cell}, "dsa": {"n_seeds": 2, "n_images": 4}}
@@ -69,7 +71,7 @@ def test_numbers_and_tables_of_a_template() -> None:
         page("{{nonsense net}}", results)
 
 
-def record(name: str, method: str, files: list[str], aupc: list[float]) -> dict:
+def record(name: str, method: str, files: list[str], aupc: list[float]) -> dict[str, Any]:
     metrics = ("aupc", "aupc_of_removed", "total_relevance", "separability", "peakness")
     about = {"stage": "main", "layer": "f", "class": name, "method": method, "n_subspaces": 4, "dims": None}
     about |= {"seed": 0, "files": files, "blocks": 4, "share": [0.0, 1.0]}
