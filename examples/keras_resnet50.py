@@ -17,7 +17,7 @@ import argparse
 
 import torchvision.models
 from drsa_audit import Network
-from drsa_audit.networks import suitable_composite
+from drsa_audit.networks import SuitableRules
 from drsa_core.evaluation import Preprocessing
 from torch import nn
 
@@ -38,7 +38,7 @@ def network() -> Network:
         size=224,
         preprocessing=Preprocessing.from_mean_std(MEAN, STD, "BGR"),
         layer="layer3",
-        composite=lambda layer: suitable_composite(model, MEAN, STD, layer),
+        composite=SuitableRules(model, MEAN, STD),
         resize=256,
         interpolation="bilinear",
     )

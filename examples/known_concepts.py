@@ -1,35 +1,47 @@
-"""Do the methods find concepts that are known? Planted patterns, and a small CNN trained on the spot.
+"""Do the methods find concepts that are known? Planted patterns, and small CNNs that tell them apart.
 
 A class is a set of four of six patterns, which lie at random places; the maps of its four concepts should
 be the four patterns. Maps are matched to the masks one to one, and the share of positive relevance inside
-the right mask is reported for DRSA, DSA, the first PRCA and PCA components, random subspaces and single
-channels.
+the right mask is reported for DRSA, DSA, the first PRCA and PCA components, random subspaces, and for what
+one might take instead: NMF, ICA, k-means, a sparse dictionary, single channels (`drsa_core.solvers.peers`).
 
-    python examples/known_concepts.py --seeds 5 --figure known_concepts.png
-    python examples/known_concepts.py --seeds 5 --when          # when do subspaces share a concept?
+The five networks are those of known_concepts.safetensors beside this file, so that every machine has the
+same ones. Other settings, or `--train`, train them on the spot.
+
+    python examples/known_concepts.py                           # the table, and known_concepts.png
+    python examples/known_concepts.py --when                    # when do subspaces share a concept?
+    python examples/known_concepts.py --train --keep FILE.safetensors
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
+from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
 from drsa_core.plot import known_concepts
 from drsa_core.showcases.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
+from drsa_core.solvers.peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm
 from zennit.attribution import Gradient
-from zennit.composites import EpsilonGammaBox
+from zennit.composites import EpsilonGammaBox, MixedComposite, NameMapComposite
+from zennit.core import Composite
+from zennit.rules import Gamma
 
 from zennit_drsa import DisentangledAttributor, collect
 
 LAYER, N_FEATURES = "stage3", 48
+STEPS = 250
+WEIGHTS = Path(__file__).with_suffix(".safetensors")
 
 
 class Network(nn.Sequential):
@@ -61,7 +73,10 @@ class Network(nn.Sequential):
 
 
 def train(task: PlantedConcepts, seed: int, pooling: str, steps: int) -> tuple[nn.Module, float]:
-    """A network that tells the classes apart, and its accuracy on new scenes."""
+    """A network that tells the classes apart, and its accuracy on new scenes.
+
+    Machines and numbers of threads round differently, and the network is another one.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -75,18 +90,40 @@ def train(task: PlantedConcepts, seed: int, pooling: str, steps: int) -> tuple[n
         loss.backward()
         optimiser.step()
         schedule.step()
-    model, test = network.folded(), task.sample(1000, generator)
-    return model, float((model(test.images).argmax(1) == test.labels).float().mean())
+    model = network.folded()
+    return model, accuracy_of(model, task, generator)
 
 
-def composite() -> EpsilonGammaBox:
-    """z^B at the input, LRP-γ at convolutions, LRP-ε at the classifier."""
-    return EpsilonGammaBox(low=-1.0, high=1.0, gamma=0.25)
+def kept(models: list[nn.Module], file: Path) -> None:
+    """Write networks in half precision; `stored` reads them."""
+    tensors = {f"{i}.{name}": v.half() for i, m in enumerate(models) for name, v in m.state_dict().items()}
+    save_file(tensors, file)
 
 
-def explain(model: nn.Module, subspaces: Subspaces, images: Tensor, label: int) -> Tensor:
+def stored(seed: int, file: Path = WEIGHTS) -> nn.Module:
+    """The network of a seed, as it was trained once."""
+    model = Network(len(PlantedConcepts().classes)).folded()
+    own = {n.partition(".")[2]: v.float() for n, v in load_file(file).items() if n.startswith(f"{seed}.")}
+    model.load_state_dict(own)
+    return model
+
+
+def accuracy_of(model: nn.Module, task: PlantedConcepts, generator: torch.Generator) -> float:
+    """Share of new scenes that the network is right about."""
+    test = task.sample(1000, generator)
+    return float((model(test.images).argmax(1) == test.labels).float().mean())
+
+
+def composite(gamma_above: float = 0.25) -> Composite:
+    """z^B at the input, LRP-γ at convolutions, with a γ of its own above the concepts, LRP-ε in the head."""
+    # The first composite that knows a module decides.
+    above = NameMapComposite([(["conv4"], Gamma(gamma_above))])
+    return MixedComposite([above, EpsilonGammaBox(low=-1.0, high=1.0, gamma=0.25)])
+
+
+def explain(model: nn.Module, rules: Composite, subspaces: Subspaces, images: Tensor, label: int) -> Tensor:
     """Maps of a class on the pixels, shape (N, K, H, W)."""
-    attributor = DisentangledAttributor(Gradient(model, composite()), LAYER, subspaces)
+    attributor = DisentangledAttributor(Gradient(model, rules), LAYER, subspaces)
     return attributor.explain(images, label, whole=False).maps.sum(2)
 
 
@@ -107,8 +144,18 @@ def methods(seed: int) -> dict[str, Method]:
         "PRCA 1–4": lambda p: lines(PRCA().fit(p).components_),
         "PCA 1–4": lambda p: lines(PCA().fit(p).components_),
         "random": lambda p: RandomSubspaces(4, random_state=seed).fit(p).subspaces_,
-        "channels": lambda p: lines(torch.eye(p.a.shape[1])[:, MaxRel().fit(p).order_]),
+        "DRSA, d = 1 each": lambda p: DRSA(dims=[1] * 4, random_state=seed).fit(p).subspaces_,
+        "NMF (CRAFT)": peer(NMF(4, random_state=seed)),
+        "ICA": peer(ICA(4, random_state=seed)),
+        "k-means (ACE)": peer(KMeansDirections(4, random_state=seed)),
+        "sparse dictionary": peer(SparseDictionary(4, random_state=seed)),
+        "channels (CRP)": peer(Channels(4)),
     }
+
+
+def peer(solver: Directions) -> Method:
+    """The four directions of another method, without their residual."""
+    return lambda p: solver.fit(p).subspaces_.select(range(4))
 
 
 def by_relevance(pairs: Pairs, positions: int, seed: int) -> Pairs:
@@ -171,10 +218,10 @@ def suspects(seed: int) -> dict[str, Fit]:
     }
 
 
-def evidence(model: nn.Module, scenes: Scenes, masks: Tensor, label: int) -> list[float]:
+def evidence(model: nn.Module, rules: Composite, scenes: Scenes, masks: Tensor, label: int) -> list[float]:
     """Share of the positive relevance of the standard map that lies inside each mask."""
     whole = Subspaces(torch.eye(N_FEATURES), [N_FEATURES])
-    return match_masks(explain(model, whole, scenes.images, label), masks).inside[0].tolist()
+    return match_masks(explain(model, rules, whole, scenes.images, label), masks).inside[0].tolist()
 
 
 def matched(maps: Tensor, result: Matching) -> Tensor:
@@ -197,47 +244,67 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=5, help="networks to train (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=250, help="training steps (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="networks (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training (default: %(default)s)")
     parser.add_argument("--images", type=int, default=200, help="scenes to learn from (default: %(default)s)")
     parser.add_argument("--pooling", choices=["mean", "max"], default="mean", help="default: %(default)s")
     parser.add_argument(
         "--weak", type=float, default=1.0, help="contrast of every second pattern (default: %(default)s)"
     )
+    parser.add_argument(
+        "--gamma-above", type=float, default=0.0, help="γ above the concepts (default: %(default)s)"
+    )
+    parser.add_argument("--train", action="store_true", help="train, although there are stored networks")
+    parser.add_argument("--keep", type=Path, help="where to keep the networks that were trained")
     parser.add_argument("--when", action="store_true", help="vary DRSA's settings instead of the method")
-    parser.add_argument("--figure", type=Path, help="where to draw the maps of the first seed")
+    parser.add_argument("--json", type=Path, help="where to write the table's numbers")
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        default=Path("known_concepts.png"),
+        help="where to draw the maps of the first seed (default: %(default)s)",
+    )
     options = parser.parse_args()
 
     task = PlantedConcepts(strengths=(1.0, options.weak) * 3)
+    rules = partial(composite, options.gamma_above)
+    is_usual = (options.steps, options.pooling, options.weak) == (STEPS, "mean", 1.0) and options.seeds <= 5
     results: dict[str, list[tuple[float, int]]] = {}
     gains: dict[str, list[float]] = {}
+    models: list[nn.Module] = []
     for seed in range(options.seeds):
         begin = time.perf_counter()
         label = 3 * seed % len(task.classes)
         shown = list(task.classes[label])
-        model, accuracy = train(task, seed, options.pooling, options.steps)
+        if is_usual and not options.train:
+            model = stored(seed)
+            accuracy = accuracy_of(model, task, torch.Generator().manual_seed(500 + seed))
+        else:
+            model, accuracy = train(task, seed, options.pooling, options.steps)
+        models.append(model)
         seconds = time.perf_counter() - begin
         generator = torch.Generator().manual_seed(1000 + seed)
         learn, test = task.sample(options.images, generator, label), task.sample(60, generator, label)
         masks = test.masks[:, shown]
-        shares = evidence(model, test, masks, label)
+        shares = evidence(model, rules(), test, masks, label)
         print(
-            f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s; class {label}, evidence of "
+            f"seed {seed}: accuracy {accuracy:.3f} after {seconds:.0f} s; "
+            f"class {label}, evidence of "
             + ", ".join(f"{PATTERN_NAMES[m]} {share:.2f}" for m, share in zip(shown, shares, strict=True)),
             flush=True,
         )
         batches = learn.images.split(100)
-        pairs = collect(model, composite(), LAYER, batches, label, random_state=seed, progress=False)
+        pairs = collect(model, rules(), LAYER, batches, label, random_state=seed, progress=False)
         pictures: dict[str, Tensor] = {}
 
         def score(name: str, subspaces: Subspaces) -> None:
-            maps = explain(model, subspaces, test.images, label)  # noqa: B023 (called in this round only)
+            maps = explain(model, rules(), subspaces, test.images, label)  # noqa: B023 (this round only)
             result = match_masks(maps, masks)  # noqa: B023
             results.setdefault(name, []).append((result.score, result.covered))
             pictures[name] = matched(maps[0], result)  # noqa: B023
 
         if options.when:
-            every = collect(model, composite(), LAYER, batches, label, None, progress=False)
+            every = collect(model, rules(), LAYER, batches, label, None, progress=False)
             reference = None
             for name, fit in tqdm(suspects(seed).items(), leave=False):
                 solver = fit(pairs, every, learn.masks[:, shown])
@@ -248,10 +315,14 @@ def main() -> None:
         else:
             for name, method in tqdm(methods(seed).items(), leave=False):
                 score(name, method(pairs))
-        if options.figure and seed == 0:
+        if seed == 0:
             names = [PATTERN_NAMES[m] for m in shown]
             known_concepts(test.images[0], masks[0], pictures, names).savefig(options.figure, dpi=80)
             print(f"wrote {options.figure}")
+    if options.keep:
+        kept(models, options.keep)
+    if options.json:
+        options.json.write_text(json.dumps({"gamma_above": options.gamma_above, "scores": results}, indent=1))
     table("DRSA with" if options.when else "method", results)
     for name, values in gains.items():
         gain = ", ".join(f"{100 * value:+.1f} %" for value in values)

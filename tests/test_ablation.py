@@ -6,7 +6,7 @@ import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients
 from drsa_core import RandomSubspaces, Subspaces
-from drsa_core.evaluation import ConceptAblation, concept_ablation
+from drsa_core.evaluation import ConceptAblation, compare_ablations, concept_ablation
 from drsa_core.plot import ablation_scatter
 from torch import Tensor, nn
 from zennit.attribution import Gradient
@@ -65,6 +65,21 @@ def test_drop_is_relevance_where_the_network_is_linear_above(x: Tensor) -> None:
         assert result.correlation == pytest.approx(1, abs=1e-6)
         assert result.correlation_within_images == pytest.approx(1, abs=1e-6)
         assert result.names == ("S1", "S2", "S3")
+
+
+def test_many_subspaces_at_a_time_are_as_each_alone(x: Tensor) -> None:
+    network = model(nonlinear=True)
+    others = RandomSubspaces(2, random_state=1).fit(torch.randn(2, 6)).subspaces_
+    before = model_state(network)
+    for wrapper in wrappers(network):
+        together = compare_ablations(wrapper, x, 1, [blocks(), others])
+        for found, subspaces in zip(together, (blocks(), others), strict=True):
+            alone = concept_ablation(wrapper, x, 1, subspaces)
+            for name in ("relevance", "drop", "score"):
+                # Other batch sizes sum in another order.
+                torch.testing.assert_close(getattr(found, name), getattr(alone, name), rtol=1e-4, atol=1e-5)
+            assert found.names == alone.names
+    assert model_state(network) == before
 
 
 def test_drop_is_the_literal_one(x: Tensor) -> None:

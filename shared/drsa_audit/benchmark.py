@@ -8,15 +8,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from drsa_core import concept_vectors
+
 from .backends import SAMPLES, make_backend
+from .checks import check_by_ablation, check_stability, compare_gammas
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
 from .images import ClassImages, find_classes
-from .jobs import SINGLE, Job, labelled_job, learned_job, random_job, single_job
-from .networks import Network, load_network, with_upper_gamma
+from .jobs import LEARNED, LINES, SINGLE, Job, labelled_job, learned_job, of_concepts, random_job, single_job
+from .networks import Network, load_network, with_gamma, with_upper_gamma
 from .tables import write_tables
 
-STAGES = ("main", "layers", "subspaces", "dims", "attribution")
+STAGES = ("main", "layers", "subspaces", "dims", "attribution", "ablation", "stability")
+#: Also a stage, but one that comes before all others: it tells which γ to take.
+GAMMA_STAGE = "gamma"
+#: IBD with concept vectors of the classes of the photographs, where no other labels are at hand.
+CLASS_VECTORS = "ibd-classes"
 ATTRIBUTIONS = ("noise", "gxi", "ig", "shapley", "lrp")
 
 
@@ -54,7 +63,9 @@ class BenchmarkSettings:
         default=None, metadata=about("indices or folder names; default: all", str)
     )
     subspaces: int = field(default=4, metadata=about("K of the main tables", int))
-    stages: tuple[str, ...] = field(default=STAGES, metadata=about("what to run", str, STAGES))
+    stages: tuple[str, ...] = field(
+        default=STAGES, metadata=about("what to run", str, (*STAGES, GAMMA_STAGE))
+    )
     train_images: int = field(default=500, metadata=about("per class, at most", int))
     positions: int = field(default=20, metadata=about("pairs per training image", int))
     val_images: int = field(default=50, metadata=about("per class, at most", int))
@@ -71,6 +82,12 @@ class BenchmarkSettings:
     samples: int | None = field(
         default=None,
         metadata=about("permutations of shapley (default 25) and steps on the input of ig (default 10)", int),
+    )
+    gamma: float | None = field(
+        default=None, metadata=about("another γ of LRP below the layer; not for VGGs and NFNets", float)
+    )
+    gammas: tuple[float, ...] = field(
+        default=(0.1, 0.25, 1.0), metadata=about("to compare on training images in the stage gamma", float)
     )
     upper_gamma: float | None = field(
         default=None,
@@ -94,7 +111,10 @@ class BenchmarkSettings:
         default=None, metadata=about("stop before the next job after so many minutes", float)
     )
     methods: tuple[str, ...] | None = field(
-        default=None, metadata=about("of the main stage, e.g. prca drsa; default: all", str)
+        default=None,
+        metadata=about(
+            f"of the main stage, e.g. prca drsa; default: all but {', '.join((*LINES, CLASS_VECTORS))}", str
+        ),
     )
 
     def quick(self) -> BenchmarkSettings:
@@ -105,10 +125,22 @@ class BenchmarkSettings:
             self, train_images=n_train, val_images=n_val, seeds=1, stages=("main",), samples=samples
         )
 
+    def about(self) -> dict[str, Any]:
+        """What a reader of the tables should know; no paths, which differ from machine to machine."""
+        chosen = {
+            name: value for name, value in asdict(self).items() if name not in ("data", "out", "weights")
+        }
+        chosen |= {"model": self.model.rpartition("/")[2], "data": self.data.name}
+        for name in ("netdissect", "ibd"):
+            chosen[name] = None if chosen[name] is None else chosen[name].name
+        return chosen
+
     def of_numbers(self) -> dict[str, str]:
         """What decides the numbers: a run goes on in a folder only if these are as they were."""
         ignored = {"out", "max_minutes", "stages", "batch_size", "layers", "ks", "dims", "seeds"}
-        ignored |= {"attributions", "methods"}
+        ignored |= {"attributions", "methods", "gammas"}
+        if self.gamma is None:  # folders from before there was this setting stay readable
+            ignored.add("gamma")
         return {name: str(value) for name, value in sorted(asdict(self).items()) if name not in ignored}
 
 
@@ -132,6 +164,8 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     """
     begin = time.monotonic()
     network = load_network(settings.model, settings.weights)
+    if settings.gamma is not None:
+        network = with_gamma(network, settings.gamma)
     layer = network.layer_or(settings.layer)
     experiment = Experiment(
         network,
@@ -155,7 +189,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     if experiment.unreadable:
         say(f"{len(experiment.unreadable)} unreadable photographs skipped: {sorted(experiment.unreadable)}")
     if records:
-        say(write_tables(records, settings.out, layer, settings.subspaces))
+        say(write_tables(records, settings.out, layer, settings.subspaces, settings.about()))
         for file in draw_figures(records, settings.out, layer, settings.subspaces):
             say(f"wrote {file}")
     say(f"{len(records)} evaluations after {time.monotonic() - begin:.0f} s")
@@ -170,25 +204,60 @@ def _run_stages(
     classes: Sequence[ClassImages],
 ) -> list[Record]:
     records: list[Record] = []
+    if CLASS_VECTORS in (settings.methods or ()) and not _vectors_file(settings).exists():
+        _fit_class_vectors(settings, experiment, network, layer, classes)
     n_ablation = settings.ablation_images or settings.val_images
     fewer = [replace(c, val=c.val[:n_ablation]) for c in classes]
     for stage, where, jobs in _plan(settings, layer):
         if stage in settings.stages:
-            rules = network
-            if settings.upper_gamma is not None:
-                rules = with_upper_gamma(network, where, settings.upper_gamma)
+            rules = _rules(settings, network, where)
             backend = make_backend(settings.backend, rules, where, settings.samples)
             records += experiment.run(stage, where, backend, classes if stage == "main" else fewer, jobs)
     if "attribution" in settings.stages:
         records += experiment.run_attributions(settings.attributions, classes, settings.samples)
+    backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
+    concepts = [job for job in _main_jobs(settings) if of_concepts(job).dims is None]
+    if "ablation" in settings.stages:
+        records += check_by_ablation(experiment, layer, backend, classes, concepts)
+    if "stability" in settings.stages:
+        learned = [job for job in concepts if job.readings[0].method in (*LEARNED, *LINES)]
+        records += check_stability(experiment, layer, backend, classes, learned, settings.seed)
+    if GAMMA_STAGE in settings.stages:
+        records += compare_gammas(experiment, layer, fewer, settings.gammas)
     return records
+
+
+def _vectors_file(settings: BenchmarkSettings) -> Path:
+    return settings.out / "class_vectors.npy"
+
+
+def _fit_class_vectors(
+    settings: BenchmarkSettings,
+    experiment: Experiment,
+    network: Network,
+    layer: str,
+    classes: Sequence[ClassImages],
+) -> None:
+    """Concept vectors of IBD where the only labels are those of the classes."""
+    if len(classes) < 3:
+        raise ValueError("vectors of two classes point in opposite directions; give photographs of three")
+    backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
+    pairs = [experiment.pairs(layer, backend, images) for images in classes]
+    labels = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(part) for part in pairs]))
+    np.save(_vectors_file(settings), concept_vectors(torch.cat([p.a for p in pairs]), labels).numpy())
+
+
+def _rules(settings: BenchmarkSettings, network: Network, layer: str) -> Network:
+    if settings.upper_gamma is None:
+        return network
+    return with_upper_gamma(network, layer, settings.upper_gamma)
 
 
 def _plan(settings: BenchmarkSettings, layer: str) -> Iterator[tuple[str, str, list[Job]]]:
     """Stage, layer and jobs, in the order in which they are run."""
 
     def pair(k: int) -> list[Job]:
-        return [learned_job(method, k, settings.seed) for method in ("drsa", "dsa")]
+        return [learned_job(method, k, settings.seed) for method in LEARNED]
 
     yield "main", layer, _main_jobs(settings)
     for k in settings.ks:
@@ -204,9 +273,20 @@ def _main_jobs(settings: BenchmarkSettings) -> list[Job]:
     """Jobs of Tables 1, 2, F.1 and F.2; the best first, in case time runs out."""
     jobs = [learned_job("drsa", settings.subspaces, settings.seed, with_whole=True)]
     jobs += [single_job(method, [1], 0) for method in reversed(SINGLE)]
-    jobs += [learned_job("dsa", settings.subspaces, settings.seed)]
+    jobs += [learned_job(method, settings.subspaces, settings.seed) for method in ("dsa", "drsa-balanced")]
     jobs += [random_job(settings.subspaces, seed) for seed in range(settings.seeds)]
     for method, file in (("netdissect", settings.netdissect), ("ibd", settings.ibd)):
         if file is not None:
             jobs.append(labelled_job(method, file, settings.subspaces))
-    return [job for job in jobs if settings.methods is None or job.readings[0].method in settings.methods]
+    if CLASS_VECTORS in (settings.methods or ()):
+        jobs.append(labelled_job(CLASS_VECTORS, _vectors_file(settings), settings.subspaces))
+    jobs = [job for job in jobs if settings.methods is None or job.readings[0].method in settings.methods]
+    jobs += [  # only where they are asked for
+        learned_job(method, settings.subspaces, settings.seed)
+        for method in LINES
+        if method in (settings.methods or ())
+    ]
+    unknown = set(settings.methods or ()) - {job.readings[0].method for job in jobs}
+    if unknown:
+        raise ValueError(f"there is no method {', '.join(sorted(unknown))} for these settings")
+    return jobs

@@ -104,7 +104,7 @@ class Experiment:
             for images in classes:
                 file = self.out / "results" / stage / layer / images.name / f"{job.name}.json"
                 if not file.exists():
-                    self._check_time()
+                    self.check_time()
                     write_json(file, self._run_job(stage, layer, backend, images, job))
                 records += json.loads(file.read_text())
         return records
@@ -127,13 +127,13 @@ class Experiment:
             for images in classes:
                 file = self.out / "results" / "attribution" / images.name / f"{kind}.json"
                 if not file.exists():
-                    self._check_time()
+                    self.check_time()
                     write_json(file, [self._attribute(kind, images, samples)])
                 records += json.loads(file.read_text())
         return records
 
     def _attribute(self, kind: str, images: ClassImages, samples: int | None) -> Record:
-        inputs, names = self._inputs(images.val)
+        inputs, names = self.inputs(images.val)
         if kind == "shapley":
             names = names[: max(1, len(names) // 10)]
             inputs = inputs[: len(names)]
@@ -145,13 +145,14 @@ class Experiment:
             backend = make_backend(kind, self.network, "", samples)
             maps = torch.cat([backend.attribute(x, target) for x in inputs.split(self.batch_size)])
         seconds = time.perf_counter() - begin
-        scores = self._evaluate(inputs, maps[:, None].float(), target)
+        scores = self.evaluate(inputs, maps[:, None].float(), target)
         about = {"stage": "attribution", "layer": "", "class": images.name, "method": kind, "n_subspaces": 1}
         about |= {"dims": None, "seed": 0, "files": names, "explain_seconds": seconds, "blocks": 1}
         self.say(f"attribution {images.name} {kind}: AUPC {sum(scores['aupc']) / len(names):.3f}")
         return about | scores
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
+        """Raise `OutOfTime` if the time that was granted is over."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTime
 
@@ -165,7 +166,7 @@ class Experiment:
         folder = self.out / "pairs" / layer / images.name
         whole = folder / "all.safetensors"
         if not whole.exists():
-            inputs, _ = self._inputs(images.train)
+            inputs, _ = self.inputs(images.train)
             batches = list(inputs.split(self.batch_size))
             target = self.network.output_of(images.index)
             backend.collect(batches, target, self.positions, self.seed, PairStore(folder)).save(whole)
@@ -189,7 +190,7 @@ class Experiment:
         self, stage: str, layer: str, backend: Backend, images: ClassImages, job: Job
     ) -> list[Record]:
         subspaces = self.subspaces(layer, backend, images, job)
-        inputs, names = self._inputs(images.val)
+        inputs, names = self.inputs(images.val)
         target = self.network.output_of(images.index)
         begin = time.perf_counter()
         parts = [backend.explain(batch, target, subspaces).float() for batch in inputs.split(self.batch_size)]
@@ -198,14 +199,15 @@ class Experiment:
         records = []
         for reading in job.readings:
             maps = torch.stack([blocks[:, list(group)].sum(1) for group in reading.groups], dim=1)
-            scores = self._evaluate(inputs, maps, target)
+            scores = self.evaluate(inputs, maps, target)
             about = asdict(reading) | {"stage": stage, "layer": layer, "class": images.name}
             about |= {"seed": job.seed, "files": names, "explain_seconds": seconds, "blocks": blocks.shape[1]}
             records.append(about | scores)
         self._say(stage, layer, images, job, records)
         return records
 
-    def _evaluate(self, inputs: Tensor, maps: Tensor, target: int) -> Record:
+    def evaluate(self, inputs: Tensor, maps: Tensor, target: int) -> Record:
+        """Scores of maps (N, K, 3, H, W), one for each image."""
         curves = patch_flipping(
             self.network.model,
             inputs,
@@ -230,7 +232,8 @@ class Experiment:
             "network_seconds": curves.network_seconds,
         }
 
-    def _inputs(self, files: list[Path]) -> tuple[Tensor, list[str]]:
+    def inputs(self, files: list[Path]) -> tuple[Tensor, list[str]]:
+        """Photographs as the network takes them, and their names; kept in memory."""
         key = "\n".join(map(str, files))
         if key not in self._images:
             pixels, names, unreadable = load_images(files, self.network.size)

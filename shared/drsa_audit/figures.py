@@ -13,7 +13,8 @@ from drsa_core.plot import delta_aupc_bars, flipping_curves, scores_against, tra
 
 from .experiment import Record
 from .results import Results, Series, on_common_images
-from .tables import NAMES, TITLES, gains, with_main
+from .summary import gains, with_main
+from .tables import NAMES, TITLES, name_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +50,7 @@ def draw_figures(records: list[Record], out: Path, layer: str, n_subspaces: int)
         figures["layers"] = scores_against(layers, panels, "layer")
     if whole and many:
         compared = gains(whole[0], [s for s in many if s.method in ("dsa", "drsa")])
+        compared = {name_of(method): by_class for method, by_class in compared.items()}
         if len({frozenset(by_class) for by_class in compared.values()}) == 1:
             figures["delta_aupc"] = delta_aupc_bars(compared)
     histories = _histories(out, layer, n_subspaces)

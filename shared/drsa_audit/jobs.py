@@ -24,8 +24,18 @@ from drsa_core import (
     ibd_subspaces,
     netdissect_subspaces,
 )
+from drsa_core.solvers.peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
 
 SINGLE = ("max-rel", "pca", "prca")  # methods for one subspace of d dimensions
+LEARNED = ("drsa", "drsa-balanced", "dsa")  # K subspaces of D/K dimensions
+PEERS: dict[str, type[Directions]] = {
+    "nmf": NMF,
+    "ica": ICA,
+    "kmeans": KMeansDirections,
+    "channels": Channels,
+    "dictionary": SparseDictionary,
+}
+LINES = ("drsa-lines", *PEERS)  # K subspaces of one dimension
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,11 @@ class Job:
     seed: int
     fit: Callable[[Pairs], Subspaces]
     readings: tuple[Reading, ...]
+
+
+def of_concepts(job: Job) -> Reading:
+    """The reading of the K concepts, not that of a part or the sum of them."""
+    return max(job.readings, key=lambda reading: reading.n_subspaces)
 
 
 def single_job(method: str, dims: list[int], seed: int) -> Job:
@@ -83,11 +98,20 @@ def random_job(n_subspaces: int, seed: int) -> Job:
 
 
 def learned_job(method: str, n_subspaces: int, seed: int, with_whole: bool = False) -> Job:
-    """DRSA or DSA; `with_whole` also reads the sum of all concepts, U = I_D with K = 1."""
+    """K subspaces that a solver learns; `with_whole` also reads the sum of all, U = I_D with K = 1.
+
+    Parameters
+    ----------
+    method : str
+        One of `LEARNED`: blocks of D/K dimensions that make up the whole, or of `LINES`: K directions, whose
+        residual is left out.
+    """
 
     def fit(pairs: Pairs) -> Subspaces:
-        solver = {"dsa": DSA, "drsa": DRSA}[method](n_subspaces, random_state=seed)
-        found = solver.fit(pairs).subspaces_
+        solver = _solver(method, n_subspaces, seed)
+        found: Subspaces = solver.fit(pairs).subspaces_
+        if method in LINES:  # without the residual
+            return found.select(range(n_subspaces))
         return found.with_metadata(history=solver.history_)
 
     concepts = tuple((k,) for k in range(n_subspaces))
@@ -97,12 +121,26 @@ def learned_job(method: str, n_subspaces: int, seed: int, with_whole: bool = Fal
     return Job(f"{method}-k{n_subspaces}-s{seed}", seed, fit, tuple(readings))
 
 
+def _solver(method: str, n_subspaces: int, seed: int) -> Any:
+    if method == "dsa":
+        return DSA(n_subspaces, random_state=seed)
+    if method == "drsa-lines":
+        return DRSA(dims=[1] * n_subspaces, random_state=seed)
+    if method in PEERS:
+        return PEERS[method](n_subspaces, random_state=seed)
+    if method not in LEARNED:
+        raise ValueError(f"method must be one of {', '.join((*LEARNED, *LINES))}, got {method!r}")
+    return DRSA(n_subspaces, random_state=seed, balance=1.0 if method == "drsa-balanced" else 0.0)
+
+
 def labelled_job(method: str, file: Path, n_subspaces: int) -> Job:
     """NetDissect's tally (CSV) or IBD's concept vectors (.npy, (K, D)), the K most relevant concepts."""
 
     def fit(pairs: Pairs) -> Subspaces:
         if method == "netdissect":
             return netdissect_subspaces(file, pairs.a, pairs.c, n_subspaces)
+        if not file.exists():
+            raise ValueError(f"there are no concept vectors in {file}")
         everything = ibd_subspaces(np.load(file, allow_pickle=False).astype(np.float32), residual=False)
         order = everything.relevance(pairs.a, pairs.c).mean(0).argsort(descending=True)
         return everything.select(order[:n_subspaces].tolist())

@@ -31,6 +31,9 @@ from .weights import described_model, find_factory, read_classes, read_state
 # Layers that are split unless another one is named; Conv4_3 of VGG16 is the paper's.
 LAYERS = {"efficientnet_lite0": "blocks.4", "vgg16": "features.22", "resnet18": "layer4"}
 
+#: γ below the concept layer, where nothing else is known.
+GAMMA = 0.25
+
 #: Concept layer, or None ↦ a new Zennit composite.
 Rules: TypeAlias = Callable[[str | None], Composite]
 
@@ -153,6 +156,18 @@ def with_input(network: Network, transform: Transform) -> Network:
     )
 
 
+def with_gamma(network: Network, gamma: float) -> Network:
+    """The network with LRP-γ of another γ in the convolutions below the concept layer.
+
+    Which γ suits a network is found by patch flipping on training images, as in Note D for NFNets. VGGs and
+    NFNets keep the paper's rules.
+    """
+    rules = network.composite
+    if not isinstance(rules, SuitableRules) or not _has_convnet_rules(network.model):
+        raise ValueError("γ can be chosen for networks with ConvNetGamma; this one has rules of its own")
+    return replace(network, composite=replace(rules, gamma=gamma))
+
+
 def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
     """The network with LRP-γ of another γ in the convolutions above a layer, LRP-ε if it is 0.
 
@@ -228,13 +243,18 @@ class SuitableRules:
     model: nn.Module
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    gamma: float = GAMMA
 
     def __call__(self, layer: str | None) -> Composite:
-        return suitable_composite(self.model, self.mean, self.std, layer)
+        return suitable_composite(self.model, self.mean, self.std, layer, self.gamma)
 
 
 def suitable_composite(
-    model: nn.Module, mean: Sequence[float], std: Sequence[float], layer: str | None = None
+    model: nn.Module,
+    mean: Sequence[float],
+    std: Sequence[float],
+    layer: str | None = None,
+    gamma: float = GAMMA,
 ) -> Composite:
     """LRP rules for a model: the paper's for VGG16 and NFNets (Note D), Zennit's for ResNets, or LRP-γ.
 
@@ -247,6 +267,8 @@ def suitable_composite(
         The concept layer. Above it γ is 0, as in the paper's rules for VGG16 at Conv4_3: with a large γ there
         the contexts are close to a multiple of the activations, and DRSA finds what DSA finds. VGGs keep the
         paper's rules whatever the layer.
+    gamma : float
+        γ of convolutions below the layer, for networks that have no rules of their own in the paper.
     """
     low, high = (
         torch.tensor([(pixel - m) / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
@@ -254,16 +276,15 @@ def suitable_composite(
     )
     if _is_nfnet(model):
         return NFNetGamma(low=low, high=high, gamma=0.1, layer=layer)
-    is_resnet = _is_torchvision_resnet(model)
-    if layer is not None and (is_resnet or TimmCanonizer.suits(model) or TorchvisionCanonizer.suits(model)):
-        return ConvNetGamma(0.25, low=low, high=high, layer=layer)
-    if is_resnet:
+    if layer is not None and _has_convnet_rules(model):
+        return ConvNetGamma(gamma, low=low, high=high, layer=layer)
+    if _is_torchvision_resnet(model):
         from zennit.torchvision import ResNetCanonizer
 
         return EpsilonPlus(canonizers=[ResNetCanonizer()])
     for canonizer in (TimmCanonizer, TorchvisionCanonizer):
         if canonizer.suits(model):
-            return EpsilonGammaBox(low, high, gamma=0.25, canonizers=[canonizer()])
+            return EpsilonGammaBox(low, high, gamma=gamma, canonizers=[canonizer()])
     if TransformerGamma.suits(model):
         return TransformerGamma(layer=layer)
     if VGGGamma.suits(model):
@@ -272,6 +293,11 @@ def suitable_composite(
         f"no LRP rules are known for {type(model).__name__}: take another backend (ig, gxi, shapley), or a "
         "factory that returns a Network with a composite of its own; zennit_drsa.doctor says what is missing"
     )
+
+
+def _has_convnet_rules(model: nn.Module) -> bool:
+    known = _is_torchvision_resnet(model) or TimmCanonizer.suits(model) or TorchvisionCanonizer.suits(model)
+    return known and not _is_nfnet(model)
 
 
 def _is_nfnet(model: nn.Module) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
-from drsa_core.evaluation import Summary, summarise
+from drsa_core.evaluation import ConceptAblation, Summary, class_means, summarise
 from torch import Tensor
 
 from .experiment import Record
 
 METRICS = ("aupc", "aupc_of_removed", "total_relevance", "separability", "peakness")
+#: Known of each class, not of each image: see `checks`.
+CLASS_METRICS = ("ablation", "ablation_within", "stability")
 BEST_IS_LOW = {"aupc", "aupc_of_removed"}
 
 
@@ -21,7 +23,7 @@ class Series:
     """One method with K or d at a layer: scores of each image, averaged over seeds.
 
     `values` maps a metric to (N,), and "curves" to (N, T + 1), in the order of the pairs (class, file) of
-    `images`.
+    `images`. `by_class` maps the metrics of classes to class ↦ value.
     """
 
     stage: str
@@ -33,22 +35,36 @@ class Series:
     values: dict[str, Tensor]
     share: list[float]
     n_seeds: int
+    by_class: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def classes(self) -> list[str]:
         """Class of each image."""
         return [name for name, _ in self.images]
 
+    def has(self, metric: str) -> bool:
+        """Whether the metric was computed."""
+        return metric in self.values or metric in self.by_class
+
     def summary(self, metric: str) -> Summary:
         """Mean over images and classes, with its standard error."""
+        if metric in CLASS_METRICS:
+            found = self.by_class[metric]
+            return summarise(list(found.values()), list(found))
         return summarise(self.values[metric], self.classes)
+
+    def class_means(self, metric: str) -> dict[str, float]:
+        """Mean over the images of each class."""
+        if metric in CLASS_METRICS:
+            return self.by_class[metric]
+        return class_means(self.values[metric], self.classes)
 
     def restricted(self, images: Sequence[tuple[str, str]]) -> Series:
         """The same for these images only, in this order."""
         where = [self.images.index(image) for image in images]
         values = {metric: value[where] for metric, value in self.values.items()}
         fields = (self.stage, self.layer, self.method, self.n_subspaces, self.dims)
-        return Series(*fields, tuple(images), values, self.share, self.n_seeds)
+        return Series(*fields, tuple(images), values, self.share, self.n_seeds, self.by_class)
 
 
 def on_common_images(*series: Series) -> list[Series]:
@@ -62,9 +78,17 @@ class Results:
 
     def __init__(self, records: list[Record]) -> None:
         groups: dict[tuple[str, str, str, int, int | None], list[Record]] = defaultdict(list)
+        checks: dict[tuple[str, str, int], list[Record]] = defaultdict(list)
         for r in records:
-            groups[(r["stage"], r["layer"], r["method"], r["n_subspaces"], r["dims"])].append(r)
-        self.series = [_series(key, group) for key, group in groups.items()]
+            if r["stage"] in ("ablation", "stability"):
+                checks[(r["layer"], r["method"], r["n_subspaces"])].append(r)
+            else:
+                groups[(r["stage"], r["layer"], r["method"], r["n_subspaces"], r["dims"])].append(r)
+        self.series = []
+        for key, group in groups.items():
+            stage, layer, method, n_subspaces, dims = key
+            checked = checks[(layer, method, n_subspaces)] if stage == "main" and dims is None else []
+            self.series.append(replace(_series(key, group), by_class=_by_class(checked)))
 
     def find(self, **fields: object) -> list[Series]:
         """Series whose fields have these values."""
@@ -74,6 +98,24 @@ class Results:
         """The one series with these fields, if it is there."""
         found = self.find(**fields)
         return found[0] if found else None
+
+
+def _by_class(records: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Metric ↦ class ↦ mean over seeds, of the records of `checks`."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for r in records:
+        if r["stage"] == "stability":
+            values = [value for split in r["index"] for value in split]
+            found["stability"][r["class"]].append(sum(values) / len(values))
+        else:
+            relevance, drop = (torch.tensor(r[name], dtype=torch.float64) for name in ("relevance", "drop"))
+            result = ConceptAblation(relevance, drop, drop.sum(1), ())
+            found["ablation"][r["class"]].append(result.correlation)
+            found["ablation_within"][r["class"]].append(result.correlation_within_images)
+    return {
+        metric: {name: sum(values) / len(values) for name, values in sorted(by_class.items())}
+        for metric, by_class in found.items()
+    }
 
 
 def _series(key: tuple[str, str, str, int, int | None], group: list[Record]) -> Series:

@@ -25,6 +25,7 @@ from .solvers import (
     MaxRel,
     NotFittedError,
     RandomSubspaces,
+    concept_vectors,
     ibd_subspaces,
     netdissect_subspaces,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "TokenMaps",
     "check_provenance",
     "choose_k",
+    "concept_vectors",
     "context_from_relevance",
     "describe_target",
     "filter_context",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def settings(tmp_path) -> BenchmarkSettings:
 def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> None:
     said: list[str] = []
     records = run_benchmark(settings, said.append)
-    # Readings of each class: DRSA, the whole, three single ones, DSA, two of each of two random seeds; K = 4
-    # and another layer with two methods each; four methods at d = 1 and 2; five attributions.
-    assert len(records) == 2 * (2 + 3 + 1 + 4 + 2 + 2 + 8 + 5)
-    assert {r["stage"] for r in records} == {"main", "layers", "subspaces", "dims", "attribution"}
+    # Readings of each class: DRSA, the whole, three single ones, DSA, DRSA with balance, two of each of two
+    # random seeds; K = 4 and another layer with three methods each; four methods at d = 1 and 2; five
+    # attributions; ablation of five sets of concepts, stability of three.
+    assert len(records) == 2 * (2 + 3 + 2 + 4 + 3 + 3 + 8 + 5 + 5 + 3)
+    stages = {"main", "layers", "subspaces", "dims", "attribution", "ablation", "stability"}
+    assert {r["stage"] for r in records} == stages
     assert {r["layer"] for r in records if r["stage"] == "layers"} == {"3"}
     text = (settings.out / "tables.md").read_text()
     for title in (
@@ -76,6 +79,39 @@ def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> N
     assert (settings.out / "tables.json").read_text() == kept
     with pytest.raises(ValueError, match=r"begun with other settings \(samples: 2 → 3\)"):
         run_benchmark(replace(settings, samples=3), lambda line: None)
+
+
+def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> None:
+    pytest.importorskip("sklearn")
+    data = random_photos(settings.out.parent / "three", ["001_a", "003_b", "005_c"], 3, 2, 64)
+    settings = replace(settings, data=data)
+    first = replace(settings, stages=("main",), methods=("drsa", "dsa"))
+    before = run_benchmark(first, lambda line: None)
+    # A folder from before there were concept ablation and stability, and γ among the settings.
+    assert "gamma" not in (settings.out / "settings.json").read_text().replace("upper_gamma", "")
+    text = (settings.out / "tables.md").read_text()
+    assert "separability" in text
+    assert "ablation" not in text
+    names = ("drsa", "dsa", "drsa-lines", "nmf", "channels", "ibd-classes")
+    more = replace(settings, stages=("main", "ablation", "stability"), methods=names)
+    records = run_benchmark(more, lambda line: None)
+    assert [r for r in records if r["stage"] == "main"][: len(before)] == before
+    summary = json.loads((settings.out / "summary.json").read_text())
+    rows = summary["tables"]["many"]["rows"]
+    assert set(rows) == {"whole", *names}
+    for method in names:
+        assert -1 <= rows[method]["ablation"]["mean"] <= 1
+        assert ("stability" in rows[method]) == (method != "ibd-classes")
+    assert rows["nmf"]["n_images"] == 6
+    # The paired difference is the difference of the means: all have the same images.
+    gain = summary["tables"]["many"]["differences"]["dsa"]["separability"]
+    expected = rows["drsa"]["separability"]["mean"] - rows["dsa"]["separability"]["mean"]
+    assert gain["mean"] == pytest.approx(expected, abs=2e-5)  # five digits are kept
+    assert gain["interval"][0] <= gain["mean"] <= gain["interval"][1]
+    by_class = [sum(r["separability"]) / 2 for r in records if r.get("separability") and r["method"] == "nmf"]
+    assert rows["nmf"]["separability"]["mean"] == pytest.approx(sum(by_class) / 3, abs=1e-5)
+    with pytest.raises(ValueError, match="no method nonsense"):
+        run_benchmark(replace(settings, methods=("nonsense",)), lambda line: None)
 
 
 def test_time_that_is_over_leaves_what_there_is(settings: BenchmarkSettings) -> None:

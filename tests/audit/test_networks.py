@@ -15,8 +15,10 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 import timm
 import torchvision
-from drsa_audit import load_network, make_backend, relevance_at, with_upper_gamma
+from drsa_audit import Network, load_network, make_backend, relevance_at, with_upper_gamma
+from drsa_audit.networks import SuitableRules, with_gamma
 from drsa_core import PRCA, PairStore, ProvenanceWarning, Subspaces
+from drsa_core.evaluation import Preprocessing
 from safetensors.torch import save_file
 from zennit.attribution import Gradient
 
@@ -180,6 +182,21 @@ def test_photographs_become_inputs_and_pictures() -> None:
         network.to_picture(x)[:, 0, 0], torch.tensor([0.2, 0.4, 0.8]), atol=1e-6, rtol=0
     )
     assert network.to_picture(x[None]).shape == (1, 3, 16, 16)
+
+
+def test_another_gamma_below_a_layer() -> None:
+    model = timm.create_model("resnet18", num_classes=3).eval()
+    rules = SuitableRules(model, (0.5,) * 3, (0.25,) * 3)
+    network = Network(model, 32, Preprocessing.from_mean_std(0.5, 0.25), "layer3", rules)
+    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found = make_backend("lrp", with_gamma(network, 1.0), "layer3").attribute(x, 1)
+    low, high = torch.full((1, 3, 1, 1), -2.0), torch.full((1, 3, 1, 1), 2.0)
+    with Gradient(model, ConvNetGamma(1.0, low=low, high=high, layer="layer3")) as gradient:
+        expected = gradient(x, relevance_at(1))[1]
+    assert_same(found, expected.detach())
+    assert not torch.allclose(found, make_backend("lrp", network, "layer3").attribute(x, 1))
+    with pytest.raises(ValueError, match="rules of its own"):
+        with_gamma(load_network(f"{__name__}:SmallVGG"), 0.1)
 
 
 def test_another_gamma_above_a_layer() -> None:

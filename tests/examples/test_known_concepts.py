@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 from drsa_core.showcases.manipulation import SoftplusActivations
+from drsa_core.showcases.synthetic import PlantedConcepts
 from torch import nn
 
 from ..model_state import model_state
@@ -16,12 +18,55 @@ from .running import run
 def test_known_concepts(tmp_path) -> None:
     pytest.importorskip("zennit")
     pytest.importorskip("matplotlib")
-    file = tmp_path / "known.png"
-    printed = run("known_concepts.py", "--seeds", "1", "--steps", "15", "--images", "20", "--figure", file)
+    pytest.importorskip("sklearn")
+    file, numbers = tmp_path / "known.png", tmp_path / "known.json"
+    few = ("--seeds", "1", "--images", "20", "--figure", file, "--json", numbers)
+    printed = run("known_concepts.py", *few)
+    assert "accuracy 1.000" in printed  # of the stored network: nothing was trained
     scores = {name: float(value) for name, value in re.findall(r"^\| (.+?) \| (0\.\d\d) \|", printed, re.M)}
     assert list(scores)[:1] == ["DRSA"]
-    assert {"DSA", "PRCA 1–4", "PCA 1–4", "random", "channels"} <= set(scores)
+    assert {"DSA", "PRCA 1–4", "PCA 1–4", "random", "NMF (CRAFT)", "channels (CRP)"} <= set(scores)
+    # Twenty scenes are enough to do better than chance on a network that knows the patterns.
+    assert scores["DRSA"] > scores["random"]
+    kept = json.loads(numbers.read_text())["scores"]
+    assert {name: round(values[0][0], 2) for name, values in kept.items()} == scores
     assert file.stat().st_size > 10_000
+
+
+# The first three logits of the first scene, in float32 from weights in float16.
+LOGITS = {
+    0: [-7.5275, -6.1114, -4.8703],
+    1: [-6.9139, -5.6765, -4.5380],
+    2: [-8.3605, -6.8220, -6.2479],
+    3: [-6.8669, -7.6482, -5.6641],
+    4: [-8.1563, -6.3060, -5.0317],
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stored_networks_give_the_same_numbers_everywhere(seed: int) -> None:
+    pytest.importorskip("zennit")
+    pytest.importorskip("sklearn")
+    from known_concepts import accuracy_of, stored
+
+    task, model = PlantedConcepts(), stored(seed)
+    scenes = task.sample(1, torch.Generator().manual_seed(0))
+    found = model(scenes.images)[0, :3]
+    torch.testing.assert_close(found, torch.tensor(LOGITS[seed]), atol=1e-3, rtol=1e-4)
+    assert accuracy_of(model, task, torch.Generator().manual_seed(500 + seed)) > 0.99
+
+
+def test_other_settings_are_trained(tmp_path) -> None:
+    pytest.importorskip("zennit")
+    pytest.importorskip("sklearn")
+    from known_concepts import kept, stored, train
+
+    model, accuracy = train(PlantedConcepts(), 3, "mean", 3)
+    assert 0 <= accuracy < 0.9  # three steps teach little
+    kept([model], tmp_path / "one.safetensors")
+    x = torch.rand(2, 1, 36, 36, generator=torch.Generator().manual_seed(0))
+    # Half precision has three digits.
+    torch.testing.assert_close(stored(0, tmp_path / "one.safetensors")(x), model(x), atol=2e-2, rtol=1e-2)
 
 
 SMALL = {

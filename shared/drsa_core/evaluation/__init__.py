@@ -1,6 +1,6 @@
 """How good concept maps are: patch flipping and scores of Notes D–G, statistics, prototypes (section 5)."""
 
-from .ablation import ConceptAblation, concept_ablation
+from .ablation import ConceptAblation, compare_ablations, concept_ablation
 from .fills import FILLS, Fill
 from .flipping import FlippingCurves, Preprocessing, patch_flipping
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
@@ -20,6 +20,7 @@ __all__ = [
     "bootstrap_interval",
     "check_maps",
     "class_means",
+    "compare_ablations",
     "concept_ablation",
     "delta_aupc",
     "explain_func",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,65 @@ def concept_ablation(
     ):
         check_finite(value, name)
     return ConceptAblation(relevance, drop, score, subspaces.names)
+
+
+def compare_ablations(
+    explainer: Explainer, inputs: Inputs, target: int, subspaces: Sequence[Subspaces]
+) -> list[ConceptAblation]:
+    """`concept_ablation` of many subspaces in one go, image by image.
+
+    An image costs one context, one forward pass, and a pass through the network above the layer for each
+    concept, whereas `concept_ablation` runs the whole network for each. The model must take other batch sizes
+    above the layer than below; one that bypasses the layer may not.
+
+    Parameters
+    ----------
+    explainer : Explainer
+    inputs : tensor, shape (N, …)
+    target : int
+        The same output for all images.
+    subspaces : sequence of Subspaces
+        E.g. those of several methods.
+
+    Returns
+    -------
+    list of ConceptAblation
+        In the order of the subspaces.
+    """
+    x, dim = single_input(inputs), explainer.channel_dim
+    relevances: list[list[Tensor]] = [[] for _ in subspaces]
+    scores: list[Tensor] = []
+    for image in x.split(1):
+        activation, context = explainer.context(image, target)
+        for of_method, method in zip(relevances, subspaces, strict=True):
+            check_fits(activation, method.n_features, explainer.layer_name, dim)
+            of_method.append(sum_over_positions(method.relevance(activation, context, dim), dim).detach())
+        scores.append(_scores_without(explainer, image, target, subspaces))
+    check_finite(torch.stack(scores), "the scores without a concept")
+    y = torch.stack([rows[0] for rows in scores])
+    results, first = [], 1
+    for of_method, method in zip(relevances, subspaces, strict=True):
+        without = torch.stack([rows[first : first + method.n_subspaces] for rows in scores])
+        results.append(ConceptAblation(torch.cat(of_method), y[:, None] - without, y, method.names))
+        first += method.n_subspaces
+    return results
+
+
+def _scores_without(
+    explainer: Explainer, image: Tensor, target: int, subspaces: Sequence[Subspaces]
+) -> Tensor:
+    """Scores of one image: as it is, then without each block of each of the subspaces."""
+    request, dim = explainer._request(image, target), explainer.channel_dim
+
+    def rows(a: Tensor) -> Tensor:
+        cut = [a - method.project(a, k, dim) for method in subspaces for k in range(method.n_subspaces)]
+        return torch.cat([a, *cut])
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return request.select(request.run(rows))
+
+    return guarded(explainer._known_model(), run)
 
 
 def _ablate(

@@ -7,7 +7,7 @@ One file each: `prca`, `drsa` with its `objective`, its two solvers `quasi_newto
 from .baselines import DSA, PCA, MaxRel, RandomSubspaces
 from .drsa import DRSA, ConvergenceWarning
 from .estimator import NotFittedError, Solver, learn_subspaces
-from .labelled import ibd_subspaces, netdissect_subspaces
+from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .prca import PRCA
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "NotFittedError",
     "RandomSubspaces",
     "Solver",
+    "concept_vectors",
     "ibd_subspaces",
     "learn_subspaces",
     "netdissect_subspaces",

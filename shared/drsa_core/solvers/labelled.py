@@ -11,9 +11,10 @@ from os import PathLike
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ..parameters import as_int
-from ..scaling import feature_relevance, unit_rows
+from ..parameters import as_int, as_int_labels
+from ..scaling import feature_relevance, unit_rows, unit_scale
 from ..subspaces import RESIDUAL, Subspaces
 from ..validation import ArrayLike, check_matrix, check_nonzero_contexts, check_pairs
 from .estimator import Activations, unpack_pairs, with_provenance
@@ -112,6 +113,56 @@ def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residu
     found = Subspaces(basis, [1] * basis.shape[1], names, dual, metadata={"solver": {"name": "IBD"}})
     found = found.completed() if residual else found
     return found.to(dtype=rows.dtype)
+
+
+def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_decay: float = 1e-3) -> Tensor:
+    """Directions that tell labelled activations from all others: the concept vectors of IBD (Note I).
+
+    A logistic regression for each label against the rest, by L-BFGS. The labels decide what a vector means:
+    with labels of classes instead of concepts it is a vector of the class.
+
+    Parameters
+    ----------
+    a : array or tensor, shape (N, D)
+        Activations at single positions.
+    labels : array, tensor or sequence of int, length N
+        From 0 to K − 1, each at least once.
+    weight_decay : float
+        Of the weights, for activations with a mean square of 1.
+
+    Returns
+    -------
+    tensor, shape (K, D)
+        The weights, for `ibd_subspaces`.
+    """
+    rows = check_matrix(a, "a (activations)").detach()
+    numbers = as_int_labels(labels, len(rows), "activation")
+    n_labels = int(numbers.max()) + 1
+    if n_labels < 2 or len(torch.unique(numbers)) != n_labels or int(numbers.min()) < 0:
+        raise ValueError(
+            f"labels must be the numbers 0…K − 1 with K ≥ 2, each at least once, got {torch.unique(numbers)}"
+        )
+    rows = unit_scale(rows)[0].double()
+    rows = rows / rows.square().mean().sqrt().clamp(min=1e-30)
+    wanted = torch.nn.functional.one_hot(numbers, n_labels).to(rows)
+    weights = torch.zeros(n_labels, rows.shape[1], dtype=rows.dtype, device=rows.device, requires_grad=True)
+    biases = torch.zeros(n_labels, dtype=rows.dtype, device=rows.device, requires_grad=True)
+    optimiser = torch.optim.LBFGS(
+        [weights, biases], max_iter=100, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        misfit = torch.nn.functional.binary_cross_entropy_with_logits(
+            rows @ weights.T + biases, wanted, reduction="none"
+        )
+        value: Tensor = misfit.mean(0).sum() + weight_decay / 2 * weights.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimiser.step(loss)
+    return weights.detach().to(check_matrix(a, "a (activations)").dtype)
 
 
 def _read_tally(path: Path) -> dict[int, str]:

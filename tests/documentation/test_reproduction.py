@@ -1,0 +1,114 @@
+"""The page of results is what its summaries give, and every number in it comes from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("captum")
+pytest.importorskip("zennit")
+pytest.importorskip("timm")
+pytest.importorskip("matplotlib")
+from reproduction import main, number_of, page, read_results
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_page_is_up_to_date() -> None:
+    results = read_results(DOCS / "results")
+    template = (DOCS / "results" / "template.txt").read_text()
+    assert page(template, results) == (DOCS / "reproduction.md").read_text()
+
+
+def test_verdicts_hold_no_number_of_their_own() -> None:
+    template = (DOCS / "results" / "template.txt").read_text()
+    rows = [line for line in template.splitlines() if re.search(r"\*\*(holds|does not|cannot)", line)]
+    assert len(rows) > 8
+    for row in rows:
+        # Claims speak of d = 1, K = 4 or Table 2; what was measured is looked up.
+        found = re.sub(r"\[\[.+?\]\]", "", row.split("|")[3])
+        assert not re.search(r"\d\.\d", found), row
+
+
+def small() -> dict[str, Any]:
+    cell = {"mean": 1.25, "error": 0.5, "by_class": {"a": 1.0}}
+    gap = {"mean": -0.25, "error": None, "interval": [-0.5, 0.0], "better": 1, "n_classes": 2}
+    rows = {"drsa": {"n_seeds": 1, "n_images": 4, "aupc": cell}, "dsa": {"n_seeds": 2, "n_images": 4}}
+    many = {
+        "title": "K",
+        "metrics": ["aupc"],
+        "rows": rows,
+        "of": "drsa",
+        "differences": {"dsa": {"aupc": gap}},
+    }
+    grid = {"title": "d", "axis": "d", "places": ["1"], "metrics": ["aupc"], "n_images": 4}
+    grid |= {"rows": {"prca": {"1": {"aupc": cell}}}}
+    return {
+        "net": {"tables": {"many": many}, "grids": {"dims": grid}, "gains": {}, "times": []},
+        "known_concepts": {"scores": {"DRSA": [[0.5, 4], [0.7, 3]]}},
+    }
+
+
+def test_numbers_and_tables_of_a_template() -> None:
+    results = small()
+    assert number_of("net many drsa aupc", results) == "1.250 ± 0.500"
+    assert number_of("net many drsa:dsa aupc", results) == "-0.250 [-0.500, 0.000], 1/2"
+    assert number_of("net dims prca@1 aupc", results) == "1.250 ± 0.500"
+    assert number_of("known_concepts drsa", results) == "0.600 ± 0.100"
+    with pytest.raises(ValueError, match="no number for 'net many nmf aupc'"):
+        number_of("net many nmf aupc", results)
+    text = page("{{tables net}}\n{{known known_concepts}}\n{{compared net:VGG16:aupc}}", results)
+    assert "| DRSA | **1.250 ± 0.500** | 4 |" in text
+    assert "| DSA (2 seeds) |  | 4 |" in text
+    assert "| DSA | -0.250 [-0.500, 0.000], 1/2 |" in text
+    assert "| DRSA | 0.600 ± 0.100 | 3.5 |" in text
+    assert "| DRSA | 0.600 ± 0.100 | 1.250 ± 0.500 |" in text
+    with pytest.raises(ValueError, match="unknown kind 'nonsense'"):
+        page("{{nonsense net}}", results)
+
+
+def record(name: str, method: str, files: list[str], aupc: list[float]) -> dict[str, Any]:
+    metrics = ("aupc", "aupc_of_removed", "total_relevance", "separability", "peakness")
+    about = {"stage": "main", "layer": "f", "class": name, "method": method, "n_subspaces": 4, "dims": None}
+    about |= {"seed": 0, "files": files, "blocks": 4, "share": [0.0, 1.0]}
+    scores = dict.fromkeys(metrics, aupc) | {"curves": [[1.0, 0.0]] * len(files)}
+    return about | scores | {"explain_seconds": 1.0, "fill_seconds": 1.0, "network_seconds": 1.0}
+
+
+def test_folders_are_summed_up_on_the_images_that_they_share(tmp_path, monkeypatch) -> None:
+    folders = []
+    for number, (method, files) in enumerate((("drsa", ["1", "2"]), ("nmf", ["1"]))):
+        folder = tmp_path / f"out{number}"
+        folders.append(str(folder))
+        for name in ("a", "b"):
+            file = folder / "results" / "main" / "f" / name / f"{method}.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps([record(name, method, files, [1.0 + number, 5.0][: len(files)])]))
+        (folder / "settings.json").write_text(json.dumps({"model": "/x/load.py:Net", "subspaces": "4"}))
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "template.txt").write_text("[[both many drsa aupc]] {{tables both}}")
+    arguments = [
+        "reproduction.py",
+        "--docs",
+        str(tmp_path / "docs"),
+        "--same-images",
+        "--add",
+        "both",
+        *folders,
+    ]
+    monkeypatch.setattr("sys.argv", arguments)
+    main()
+    summary = json.loads((tmp_path / "docs" / "results" / "both.json").read_text())
+    assert summary["about"]["model"] == "load.py:Net"
+    rows = summary["tables"]["many"]["rows"]
+    assert {method: row["n_images"] for method, row in rows.items()} == {"drsa": 2, "nmf": 2}
+    assert (rows["drsa"]["aupc"]["mean"], rows["nmf"]["aupc"]["mean"]) == (1, 2)
+    monkeypatch.setattr("sys.argv", ["reproduction.py", "--docs", str(tmp_path / "docs"), "--check"])
+    main()
+    (tmp_path / "docs" / "reproduction.md").write_text("other")
+    with pytest.raises(SystemExit, match="not what docs/results gives"):
+        main()
