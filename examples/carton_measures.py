@@ -8,6 +8,7 @@ Run by itself, it prints how many pixels the strokes of the Hanzi watermark cove
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from drsa_core import Subspaces
 from drsa_core.plot import concept_grid
 from drsa_core.showcases.clever_hans import ProjectedModel, SpRAy, auroc, ranks
 from hanzi_watermark import CARTON, add_hanzi
+from PIL import Image
 from torch import Tensor, nn
 
 
@@ -63,18 +65,29 @@ def watermark_grid(
         )
     if n_drawn:
         pictures = network.to_picture(marked[:n_drawn])
-        half = -(-n_drawn // 2)
-        for first, suffix in ((0, ""), (half, "_2")):
-            chosen = slice(first, min(first + half, n_drawn))
-            if len(pictures[chosen]):
-                figure = concept_grid(
-                    pictures[chosen],
-                    parts[:n_drawn][chosen],
-                    ["the watermark's concept", "all other concepts"],
-                    whole=whole[:n_drawn][chosen],
-                    pool=4,
-                )
-                figure.savefig(file.with_name(f"{file.stem}{suffix}{file.suffix}"), dpi=60)
+        halves = []
+        for chosen in torch.arange(n_drawn).chunk(2):
+            figure = concept_grid(
+                pictures[chosen],
+                parts[chosen],
+                ["the watermark's concept", "all other concepts"],
+                whole=whole[chosen],
+                pool=4,
+            )
+            drawn = io.BytesIO()
+            figure.savefig(drawn, dpi=60)
+            halves.append(Image.open(drawn).convert("RGB"))
+        side_by_side(halves).save(file, optimize=True)
+
+
+def side_by_side(pictures: list[Image.Image], gap: int = 16) -> Image.Image:
+    """Pictures in one row, on white."""
+    width = sum(picture.width for picture in pictures) + gap * (len(pictures) - 1)
+    row, left = Image.new("RGB", (width, max(picture.height for picture in pictures)), "white"), 0
+    for picture in pictures:
+        row.paste(picture, (left, 0))
+        left += picture.width + gap
+    return row.quantize(128, dither=Image.Dither.NONE)
 
 
 class Mitigation:
