@@ -87,7 +87,7 @@ def side_by_side(pictures: list[Image.Image], gap: int = 16) -> Image.Image:
     for picture in pictures:
         row.paste(picture, (left, 0))
         left += picture.width + gap
-    return row.quantize(128, dither=Image.Dither.NONE)
+    return row.quantize(256)
 
 
 class Mitigation:

@@ -279,6 +279,8 @@ def main() -> None:
             model, options.layer, subspaces, [concept], context, reference, quantile=quantile
         )
         mitigation.row(f"projection of S{concept + 1}, {name}", *run(projected))
+        if name == "gated":
+            gated = projected
     if learned_maps is not None:
         for name, quantile in (("everywhere", 0.0), ("gated", options.quantile)):
             clarc = clarc_model(
@@ -289,6 +291,17 @@ def main() -> None:
         images = torch.cat([data.learn, both_x, data.cartons])
         sizes = [len(data.learn), len(both_x), len(data.cartons)]
         mitigation.row("retrained row of carton", *retrained_row(model, images, sizes, data.is_carton))
+    if options.cartons:
+        every = network.load(photo_files(options.cartons))
+        with torch.no_grad():
+            called = [
+                int(sum((candidate(part).argmax(1) == CARTON).sum() for part in every.split(16)))
+                for candidate in (model, gated)
+            ]
+        print(
+            f"of all {len(every)} cartons, also those learned from, {called[0]} are called so by the network "
+            f"as it is, {called[1]} after the gated projection"
+        )
     shift = both.output[n:, CARTON] - both.output[:n, CARTON]
     in_relevance = both.relevance(subspaces).sum((2, 3))[:, concept]
     print(
