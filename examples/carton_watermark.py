@@ -104,7 +104,7 @@ def at_layer(attributor: DisentangledAttributor, model: nn.Module, x: Tensor, na
     if not len(x):
         return Layer(torch.empty(0), torch.empty(0), torch.empty(0))
     parts = []
-    for batch in tqdm(x.split(8), desc=name, unit="batch"):
+    for batch in tqdm(x.split(4), desc=name, unit="batch"):
         a, c = attributor.context(batch, CARTON)
         with torch.no_grad():
             parts.append((a.detach(), c.detach(), model(batch)))
