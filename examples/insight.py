@@ -108,7 +108,7 @@ def main() -> None:
     attributor = DisentangledAttributor(
         Gradient(network.model, network.composite(options.layer)), options.layer
     )
-    pairs = attributor.collect(x.split(8), labels, random_state=options.seed)
+    pairs = attributor.collect(x.split(4), labels, random_state=options.seed)
     found = stability(
         pairs,
         options.concepts,
@@ -119,7 +119,7 @@ def main() -> None:
     print(found)
     attributor.subspaces = found.subspaces
     concept_names = [f"S{k + 1}" if stable else f"({k + 1})" for k, stable in enumerate(found.is_stable)]
-    parts = zip(other.split(8), other_labels.split(8), strict=True)
+    parts = zip(other.split(4), other_labels.split(4), strict=True)
     relevance = torch.cat(
         [
             attributor.concept_relevance(part, classes)

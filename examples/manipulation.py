@@ -16,6 +16,7 @@ of your own; an iteration takes seconds. Other names are networks as of `drsa`, 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,10 +222,12 @@ def main() -> None:
             )
         results.append(done)
         if at_once == 1:  # a run that is cut short has said something
-            print(f"photograph {len(results)}", flush=True)
+            first, last = (float(done.history[i, 0]) for i in (0, -1))
+            print(f"photograph {len(results)}: loss of the smooth network's map {first:.2f} → {last:.2f}")
             parts = case.maps(done.image, case.target, subspaces)
             for name, maps in (("whole", done.map), ("PRCA-1", parts[:, 0]), ("residual", parts[:, 1])):
                 summary(name, maps, done)
+            sys.stdout.flush()
     result = Manipulation(
         *(torch.cat([getattr(r, name) for r in results]) for name in Manipulation.__dataclass_fields__)
     )

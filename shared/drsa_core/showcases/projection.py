@@ -54,9 +54,10 @@ class ProjectedModel(DropIn):
 
     Examples
     --------
-    >>> pairs = method.collect(loader_of_the_class, 478)
-    >>> clean = method.collect(loader_of_other_images, 478)
-    >>> projected = ProjectedModel(model, "blocks.4", subspaces, [0], pairs.c.mean(0), clean.a)
+    >>> method = DisentangledAttribution(IntegratedGradients(model), "features.22", subspaces)
+    >>> pairs = method.collect(loader, 478)  # images of the class
+    >>> clean = method.collect(loader, 478)  # images without the strategy
+    >>> projected = ProjectedModel(model, "features.22", subspaces, [0], pairs.c.mean(0), clean.a)
     >>> projected(images).shape == model(images).shape
     True
     """
