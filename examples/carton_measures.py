@@ -164,10 +164,10 @@ def retrained_row(
         def closure() -> Tensor:
             optimiser.zero_grad()
             loss = loss_of(change, rows) + decay / 2 * change.square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
-        optimiser.step(closure)  # type: ignore[no-untyped-call]
+        optimiser.step(closure)
         return change.detach()
 
     def loss_of(change: Tensor, rows: Tensor) -> Tensor:

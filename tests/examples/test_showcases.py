@@ -53,7 +53,8 @@ def test_the_watermark_of_cartons(tmp_path) -> None:
 def test_measures_of_the_watermark() -> None:
     for package in ("imagenet_w", "skimage", "timm"):
         pytest.importorskip(package)
-    from carton_measures import CARTON, retrained_row, share_inside
+    from carton_measures import retrained_row, share_inside
+    from hanzi_watermark import CARTON
 
     maps = torch.tensor([[[3.0, 1.0], [-5.0, 0.0]], [[0.0, 2.0], [0.0, 2.0]]])
     mask = torch.tensor([[True, False], [True, False]])
@@ -63,12 +64,12 @@ def test_measures_of_the_watermark() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(2, (120, 2), generator=generator).float()
     x = torch.cat([labels, torch.randn(120, 1, generator=generator)], dim=1)
-    model = torch.nn.Sequential(torch.nn.Linear(3, CARTON + 1))
+    model = torch.nn.Linear(3, CARTON + 1)
     with torch.no_grad():
-        model[0].weight.zero_()
-        model[0].bias.fill_(-20.0)
-        model[0].bias[0] = 1.0
-        model[0].weight[CARTON, 1], model[0].bias[CARTON] = 4.0, 0.0
+        model.weight.zero_()
+        model.bias.fill_(-20.0)
+        model.bias[0] = 1.0
+        model.weight[CARTON, 1], model.bias[CARTON] = 4.0, 0.0
     is_carton = labels[:60, 0] > 0
     others, last = retrained_row(model, x, [60, 40, 20], is_carton)
     assert (len(others), len(last)) == (40, 20)
