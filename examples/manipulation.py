@@ -222,8 +222,8 @@ def main() -> None:
             )
         results.append(done)
         if at_once == 1:  # a run that is cut short has said something
-            first, last = (float(done.history[i, 0]) for i in (0, -1))
-            print(f"photograph {len(results)}: loss of the smooth network's map {first:.2f} → {last:.2f}")
+            begun, ended = (float(done.history[i, 0]) for i in (0, -1))
+            print(f"photograph {len(results)}: loss of the smooth network's map {begun:.2f} → {ended:.2f}")
             parts = case.maps(done.image, case.target, subspaces)
             for name, maps in (("whole", done.map), ("PRCA-1", parts[:, 0]), ("residual", parts[:, 1])):
                 summary(name, maps, done)
