@@ -1,12 +1,10 @@
 """Clever Hans: find the concept with which a network cheats, and take it out of the prediction (section 6.1).
 
-`--network small` trains a small network that cheats with a planted watermark, detects the strategy with DRSA
-and with SpRAy, and compares the refined network with deep feature reweighting on poisoned data.
-`--network lite0` puts the Hanzi watermark of ImageNet's cartons on photographs: does a concept of
-EfficientNet-Lite0 single it out, and does removing that concept bring the rank of "carton" back?
+A small network is trained on the spot that cheats with a planted watermark. The strategy is detected with
+DRSA and with SpRAy, and the network without it is compared with deep feature reweighting on poisoned data.
+`carton_watermark.py` does the same to networks for photographs.
 
-    python examples/clever_hans.py --network small --out clever_hans
-    python examples/clever_hans.py --network lite0 --out clever_hans [--images FOLDER] [--learn FOLDER]
+    python examples/clever_hans.py --out clever_hans
 """
 
 from __future__ import annotations
@@ -19,18 +17,17 @@ from pathlib import Path
 
 import planted_watermark as planted
 import torch
-from drsa_audit import load_network, relevance_at
+from drsa_audit import relevance_at
 from drsa_core import DRSA
 from drsa_core.plot import concept_maps, confusion_matrices, roc_curves
 from drsa_core.showcases.clever_hans import (
-    RefinedModel,
+    ProjectedModel,
     SpRAy,
     auroc,
     confusion_matrix,
     deep_feature_reweighting,
-    mean_relevance,
+    excess_relevance,
     poison,
-    ranks,
     rectified_relevance,
     roc_curve,
 )
@@ -38,12 +35,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from zennit.attribution import Attributor, Gradient
 from zennit.canonizers import SequentialMergeBatchNorm
-from zennit.composites import EpsilonGammaBox
 from zennit.core import Composite
 
-from zennit_drsa import DisentangledAttributor
-
-CARTON = 478
+from zennit_drsa import ConvNetGamma, DisentangledAttributor
 
 
 class Concepts:
@@ -58,11 +52,13 @@ class Concepts:
         target: int,
         seed: int,
         dims: Sequence[int] | None = None,
+        balance: float = 0.0,
     ) -> None:
-        solver = DRSA(4, dims, random_state=seed, progress=True)
+        solver = DRSA(4, dims, balance=balance, random_state=seed, progress=True)
         self.gradient = Gradient(model, composite)
         self.attributor = DisentangledAttributor(self.gradient, layer)
-        self.attributor.fit(x.split(16), target, solver, random_state=seed)
+        self.pairs = self.attributor.collect(x.split(16), target, random_state=seed)
+        self.attributor.subspaces = solver.fit(self.pairs).subspaces_
         self.subspaces, self.target, self.layer = solver.subspaces_, target, layer
 
     def relevance(self, x: Tensor, target: int) -> Tensor:
@@ -124,9 +120,6 @@ def detect(
     return concept
 
 
-# ---------------------------------------------------------------------- (a) a planted watermark
-
-
 def small(options: argparse.Namespace) -> None:
     """A small network trained on the spot: detection, refinement, deep feature reweighting."""
     seed = options.seed
@@ -135,10 +128,11 @@ def small(options: argparse.Namespace) -> None:
     low, high = torch.full((1, 3, 32, 32), -0.5), torch.full((1, 3, 32, 32), 0.5)
     box = labels == planted.BOX
     x = images[box][:300] - 0.5
-    composite = EpsilonGammaBox(low, high, canonizers=[SequentialMergeBatchNorm()])
-    # Two dimensions for each concept of this layer's 32: with all of them shared out, the evidence of other
-    # shapes against a box would fall to the concepts as well.
-    concepts = Concepts(model, composite, "1", x, planted.BOX, seed, dims=[2] * 4)
+    layer = "1"
+    # γ = 0 above the layer, as in the paper: there the context is not a multiple of the activation.
+    composite = ConvNetGamma(0.25, low=low, high=high, layer=layer, canonizers=[SequentialMergeBatchNorm()])
+    dims = [options.dims] * 4 if options.dims else None
+    concepts = Concepts(model, composite, layer, x, planted.BOX, seed, dims, options.balance)
 
     # Detect: which of the boxes carry the watermark?
     others, other_labels, other_marked = planted.shapes(options.test, 1000 * seed + 1, watermarked=0.5)
@@ -147,43 +141,80 @@ def small(options: argparse.Namespace) -> None:
     concept = detect(concepts, x, marked[box][:300], others - 0.5, other_marked[boxes], options, pool=4)
 
     # Mitigate: accuracy on clean and poisoned data, with each concept taken out, and with a new last layer.
-    usual = mean_relevance(concepts.relevance, x.split(64), planted.BOX, progress=False)
-    clean = x[~marked[box][:300]]
-    usual_clean = mean_relevance(concepts.relevance, clean.split(64), planted.BOX, progress=False)
-    models: dict[str, nn.Module] = {"original": model}
-    for k in range(concepts.subspaces.n_subspaces):
-        refined = RefinedModel(model, concepts.relevance, planted.BOX, [k], usual)
-        models[f"without S{k + 1}" + (" (the watermark)" if k == concept else "")] = refined
-    by_clean = RefinedModel(model, concepts.relevance, planted.BOX, [concept], usual_clean)
-    models[f"without S{concept + 1}, E of clean boxes"] = by_clean
-    for rate in (0.25, 0.5, 0.75, 1.0):
+    learned = concepts.totals(x)
+    usual, usual_clean = learned.mean(0), learned[~marked[box][:300]].mean(0)
+    # Where f − max(0, R_k − E[R_k]) takes too much or too little, set activations back instead. References
+    # are the other shapes, which never carry the watermark.
+    with torch.no_grad():
+        reference = model[: int(layer) + 1](images[~box][:600] - 0.5).movedim(1, -1).flatten(0, 2)
+    models: dict[str, nn.Module] = {
+        f"S{concept + 1} set back where it stands out": ProjectedModel(
+            model, layer, concepts.subspaces, [concept], concepts.pairs.c.mean(0), reference, options.quantile
+        )
+    }
+    for rate in (0.25, 0.5):
         models[f"last layer retrained at {rate:.0%}"] = retrained(model, options.train, rate, seed)
     images, labels, _ = planted.shapes(options.test, 1000 * seed + 2)
     generator = torch.Generator().manual_seed(seed)
     marks = [lambda image: planted.add_watermark(image, generator)]
-    data = {rate: poison(images, labels, marks, rate, planted.BOX, seed)[0] for rate in (0.0, 0.25, 0.5)}
     # What makes a box of another shape?
     shapes, poisoned = poison(images, labels, marks, 1.0, planted.BOX, seed)
-    shown = shapes[poisoned][[int(concepts.totals(shapes[poisoned] - 0.5)[:, concept].argmax())]]
+    shown = shapes[poisoned][[int(concepts.totals(shapes[poisoned][:100] - 0.5)[:, concept].argmax())]]
     concepts.draw(shown[0], shown - 0.5, options.out / "maps.png")
-    print(f"accuracy on {len(labels)} test images      clean  25 % poisoned  50 % poisoned")
-    matrices = {}
-    n_classes = len(planted.NAMES)
-    for name, candidate in models.items():
-        accuracies = []
-        for rate, candidates in data.items():
-            with torch.no_grad():
-                predicted = torch.cat([candidate(batch).argmax(1) for batch in (candidates - 0.5).split(100)])
-            matrix = confusion_matrix(labels, predicted, n_classes)
-            accuracies.append(float(matrix.diagonal().sum() / matrix.sum()))
-            if name == "original" or "watermark" in name:
-                short = "original" if name == "original" else f"without S{concept + 1}"
-                matrices[rate, f"{short}, {f'{rate:.0%} poisoned' if rate else 'clean'}"] = matrix
-        print(f"  {name:<32} {accuracies[0]:6.3f} {accuracies[1]:10.3f} {accuracies[2]:14.3f}")
-    for rate in (0.25, 0.5):
-        shown_matrices = {title: matrix for (r, title), matrix in matrices.items() if r in (0.0, rate)}
-        figure = confusion_matrices(shown_matrices, planted.NAMES)
-        figure.savefig(options.out / f"confusion_{rate:.0%}.png".replace("%", ""), dpi=110)
+    matrices: dict[tuple[float, str], Tensor] = {}
+    for rate in (0.0, 0.25, 0.5):
+        inputs = poison(images, labels, marks, rate, planted.BOX, seed)[0] - 0.5
+        found = predictions(models, model, concepts, inputs, concept, usual, usual_clean)
+        for name, predicted in found.items():
+            matrices[rate, name] = confusion_matrix(labels, predicted, len(planted.NAMES))
+    print(f"accuracy on {len(labels)} test images         clean  25 % poisoned  50 % poisoned")
+    for name in dict.fromkeys(name for _, name in matrices):
+        right = [float(matrices[r, name].diagonal().sum() / len(labels)) for r in (0.0, 0.25, 0.5)]
+        print(f"  {name:<36} {right[0]:6.3f} {right[1]:10.3f} {right[2]:14.3f}")
+    draw_matrices(matrices, next(name for _, name in matrices if "watermark" in name), options.out)
+
+
+def predictions(
+    models: dict[str, nn.Module],
+    model: nn.Module,
+    concepts: Concepts,
+    x: Tensor,
+    concept: int,
+    usual: Tensor,
+    usual_clean: Tensor,
+) -> dict[str, Tensor]:
+    """Predicted classes (N,) of the original, of refined models, and of other models.
+
+    What `RefinedModel` does is written out here, as relevance is computed once for all of them.
+    """
+    relevance = concepts.totals(x)
+    with torch.no_grad():
+        output = model(x)
+        found = {"original": output.argmax(1)}
+        refined = {
+            f"without S{k + 1}" + (" (the watermark)" if k == concept else ""): (k, usual)
+            for k in range(relevance.shape[1])
+        }
+        refined[f"without S{concept + 1}, E of clean boxes"] = (concept, usual_clean)
+        for name, (k, mean) in refined.items():
+            changed = output.clone()
+            changed[:, planted.BOX] -= excess_relevance(relevance, mean)[:, k]
+            found[name] = changed.argmax(1)
+        for name, candidate in models.items():
+            found[name] = torch.cat([candidate(batch).argmax(1) for batch in x.split(100)])
+    return found
+
+
+def draw_matrices(matrices: dict[tuple[float, str], Tensor], refined: str, folder: Path) -> None:
+    """Confusion matrices of the original and of the refined network, for two rates."""
+    for poisoned in (0.25, 0.5):
+        shown = {
+            f"{name.split(' (')[0]}, {f'{rate:.0%} poisoned' if rate else 'clean'}": matrices[rate, name]
+            for rate in (0.0, poisoned)
+            for name in ("original", refined)
+        }
+        figure = confusion_matrices(shown, planted.NAMES)
+        figure.savefig(folder / f"confusion_{poisoned * 100:.0f}.png", dpi=110)
 
 
 def retrained(model: nn.Module, n_images: int, rate: float, seed: int) -> nn.Module:
@@ -203,59 +234,10 @@ def retrained(model: nn.Module, n_images: int, rate: float, seed: int) -> nn.Mod
     return new
 
 
-# ---------------------------------------------------------------------- (b) the Hanzi watermark
-
-
-def lite0(options: argparse.Namespace) -> None:
-    """EfficientNet-Lite0 and photographs with the Hanzi watermark, class 478, carton."""
-    from hanzi_watermark import add_hanzi, crops, labelled_photos, photos_to_learn_from
-
-    network = load_network("efficientnet_lite0")
-    model = network.model
-    x, labels = labelled_photos(network, options.images, options.limit)
-    y = crops(photos_to_learn_from(network, options.learn), options.crops, options.seed)
-    learned_marked = torch.arange(len(y)) % 2 == 0  # half of the crops, as about half of the cartons in J.1
-    y[learned_marked] = add_hanzi(network, y[learned_marked])
-    print(f"{len(y)} crops to learn from, {len(x)} photographs to test on, each without and with watermark")
-    concepts = Concepts(model, network.composite(options.layer), options.layer, y, CARTON, options.seed)
-
-    both, marked = torch.cat([x, add_hanzi(network, x)]), torch.arange(2 * len(x)) >= len(x)
-    with torch.no_grad():
-        before = torch.cat([model(batch) for batch in both.split(16)])
-    print(f"AUROC of the logit of carton itself: {auroc(before[:, CARTON], marked):.3f}")
-    concept = detect(concepts, y, learned_marked, both, marked, options, pool=8)
-    without, with_watermark = concepts.totals(both)[:, concept].chunk(2)
-    most = int((with_watermark - without).argmax())  # where the watermark says most
-    shown = both[[len(x) + (most if options.show is None else options.show)]]
-    concepts.draw(network.to_picture(shown[0]), shown, options.out / "maps.png", pool=4)
-
-    print("median rank of carton, its mean logit, and top-1 accuracy")
-    report("original", before, labels)
-    for name, reference in (("all learning images", y), ("those without watermark", y[~learned_marked])):
-        usual = mean_relevance(concepts.relevance, reference.split(16), CARTON, progress=False)
-        refined = RefinedModel(model, concepts.relevance, CARTON, [concept], usual)
-        with torch.no_grad():
-            after = torch.cat([refined(batch) for batch in tqdm(both.split(16), desc="refined model")])
-        report(f"without S{concept + 1}, usual relevance of {name}", after, labels)
-
-
-def report(name: str, outputs: Tensor, labels: Tensor) -> None:
-    """Print what a model makes of photographs without and with watermark."""
-    print(f"  {name}")
-    for kind, part in zip(("clean", "watermarked"), outputs.chunk(2), strict=True):
-        known = labels >= 0
-        right = float((part.argmax(1) == labels)[known].float().mean())
-        rank = int(ranks(part, CARTON).median())
-        print(
-            f"    {kind:<12} rank {rank:4d}   logit {float(part[:, CARTON].mean()):6.2f}   top-1 {right:.3f}"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--network", choices=["small", "lite0"], default="small", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("clever_hans"), help="folder for the figures")
     parser.add_argument(
         "--scores",
@@ -270,21 +252,18 @@ def main() -> None:
         help="leave out SpRAy, whose maps take most of the time",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    group = parser.add_argument_group("small")
-    group.add_argument("--train", type=int, default=3000, help="training images (default: %(default)s)")
-    group.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
-    group.add_argument("--test", type=int, default=1000, help="test images (default: %(default)s)")
-    group = parser.add_argument_group("lite0")
-    group.add_argument("--images", type=Path, help="photographs to test on (default: foolbox's)")
-    group.add_argument("--learn", type=Path, help="photographs to learn from (default: scikit-image's)")
-    group.add_argument("--crops", type=int, default=80, help="crops to learn from (default: %(default)s)")
-    group.add_argument("--limit", type=int, help="use so many photographs to test on")
-    group.add_argument("--show", type=int, help="number of the photograph to draw (default: chosen)")
-    group.add_argument("--layer", default="blocks.6", help="layer to split (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=3000, help="training images (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=6, help="default: %(default)s")
+    parser.add_argument("--test", type=int, default=1000, help="test images (default: %(default)s)")
+    parser.add_argument("--dims", type=int, default=0, help="of each concept (default: all shared out)")
+    parser.add_argument("--balance", type=float, default=1.0, help="of DRSA (default: %(default)s)")
+    parser.add_argument(
+        "--quantile", type=float, default=0.99, help="of `ProjectedModel` (default: %(default)s)"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    {"small": small, "lite0": lite0}[options.network](options)
+    small(options)
     print(f"wrote figures to {options.out} after {time.perf_counter() - begin:.0f} s")
 
 

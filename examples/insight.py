@@ -1,11 +1,13 @@
 """Insight: which visual concepts tell related classes apart, and which do they share? (section 6.2)
 
-Photographs of several classes teach EfficientNet-Lite0's concepts; each class is matched with the concepts
-that are specific to it. A folder holds one folder for each class, whose name begins with the class's ImageNet
-index (`281_tabby`), or `train` and `val` with such folders. Without a folder, crops of foolbox's photographs
-of animals stand in for classes: enough to see how it works, not to learn about animals.
+Photographs of several classes teach a network's concepts; each class is matched with the concepts that are
+specific to it. Concepts are fitted again on bootstraps of the photographs: one that does not come back gets
+no name, only its number in brackets. A folder holds one folder for each class, whose name begins with the
+class's ImageNet index (`281_tabby`), or `train` and `val` with such folders. Without a folder, crops of
+foolbox's photographs of animals stand in for classes: enough to see how it works, not to learn about animals.
 
     python examples/insight.py --images FOLDER --out insight
+    python examples/insight.py --network examples/keras_resnet50.py:network --weights FILE --layer layer3 …
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import torch
 from drsa_audit import Network, class_folders, load_network
-from drsa_core import DRSA
+from drsa_core import DRSA, stability
 from drsa_core.plot import concept_maps, relevance_boxes, relevance_scatter
 from drsa_core.showcases.matching import ClassConceptTable, match_concepts
 from hanzi_watermark import crops, labelled_photos
@@ -82,8 +84,15 @@ def main() -> None:
     )
     parser.add_argument("--images", type=Path, help="folder of classes (default: crops of foolbox's animals)")
     parser.add_argument("--limit", type=int, help="use so many images of each class")
+    parser.add_argument("--network", default="efficientnet_lite0", help="as of drsa (default: %(default)s)")
+    parser.add_argument("--weights", type=Path, help="of the network, a .safetensors file")
     parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=8, help="number of concepts (default: %(default)s)")
+    parser.add_argument("--balance", type=float, default=0.0, help="of DRSA (default: %(default)s)")
+    parser.add_argument(
+        "--bootstraps", type=int, default=5, help="fits on bootstraps of the images (default: %(default)s)"
+    )
+    parser.add_argument("--no-prototypes", dest="prototypes", action="store_false", help="draw no photograph")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("insight"), help="folder for the figures")
     options = parser.parse_args()
@@ -91,17 +100,26 @@ def main() -> None:
         parser.error("--concepts must be at least 3, for the axes of the scatter plot")
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    network = load_network("efficientnet_lite0")
+    network = load_network(options.network, options.weights)
     x, labels, other, other_labels, names = data(network, options)
     print(f"{len(names)} classes, {len(x)} images to learn from, {len(other)} to look at")
 
     # Learn the concepts of all classes together, each image being explained for its own class.
-    solver = DRSA(options.concepts, random_state=options.seed, progress=True)
     attributor = DisentangledAttributor(
         Gradient(network.model, network.composite(options.layer)), options.layer
     )
-    attributor.fit(x.split(16), labels, solver, random_state=options.seed)
-    parts = zip(other.split(16), other_labels.split(16), strict=True)
+    pairs = attributor.collect(x.split(4), labels, random_state=options.seed)
+    found = stability(
+        pairs,
+        options.concepts,
+        solver=DRSA(balance=options.balance),
+        n_bootstraps=options.bootstraps,
+        random_state=options.seed,
+    )
+    print(found)
+    attributor.subspaces = found.subspaces
+    concept_names = [f"S{k + 1}" if stable else f"({k + 1})" for k, stable in enumerate(found.is_stable)]
+    parts = zip(other.split(4), other_labels.split(4), strict=True)
     relevance = torch.cat(
         [
             attributor.concept_relevance(part, classes)
@@ -115,20 +133,27 @@ def main() -> None:
     for label, name in zip(table.classes, class_names, strict=True):
         print(
             f"{name}: "
-            + (", ".join(f"S{k + 1}" for k in table.concepts_of(label)) or "no concept of its own")
+            + (", ".join(concept_names[k] for k in table.concepts_of(label)) or "no concept of its own")
         )
     if not table.shared:
         print("no concept is shared")
     for k in table.shared:
-        print(f"S{k + 1} is shared by " + " and ".join(names[label] for label in table.classes_of(k)))
+        print(
+            f"{concept_names[k]} is shared by " + " and ".join(names[label] for label in table.classes_of(k))
+        )
+    n_specific = sum(len(table.classes_of(k)) == 1 for k in range(options.concepts))
+    print(
+        f"{sum(found.is_stable)} of {options.concepts} concepts are stable; {len(table.shared)} are shared, "
+        f"{n_specific} belong to one class, {options.concepts - n_specific - len(table.shared)} to none"
+    )
 
     relevance_boxes(relevance, other_labels, table, class_names).savefig(options.out / "boxes.png", dpi=110)
     figure = relevance_scatter(relevance, other_labels, three_axes(table), names)
     figure.savefig(options.out / "scatter.png", dpi=110)
-    for label, n in table.prototypes(relevance, other_labels).items():
+    for label, n in table.prototypes(relevance, other_labels).items() if options.prototypes else ():
         maps = attributor.explain(other[n : n + 1], label, whole=False).maps
         own = table.concepts_of(label)
-        titles = [f"{name} *" if k in own else name for k, name in enumerate(solver.subspaces_.names)]
+        titles = [f"{name} *" if k in own else name for k, name in enumerate(concept_names)]
         figure = concept_maps(network.to_picture(other[n]), maps[0], titles, pool=4)
         figure.savefig(options.out / f"prototype_{names[label].replace(' ', '_')}.png", dpi=70)
         print(f"prototype of {names[label]}: image {n}")

@@ -4,17 +4,19 @@ Images of one class are perturbed, hardly visibly, until their LRP map resembles
 while the output stays (section 6.3 and Note J.3 of the paper). PRCA then splits the manipulated map into the
 class's most relevant direction and the residual. Everything comes with packages. `--network lite0` is
 EfficientNet-Lite0 with real weights: crops of scikit-image's cat, target photographs from foolbox, or folders
-of your own; an iteration takes seconds. `--network planted` is the small network of `known_concepts.py`,
-trained on the spot: many images in a minute.
+of your own; an iteration takes seconds. Other names are networks as of `drsa`, with --weights, e.g. a VGG16.
+`--network planted` is the small network of `known_concepts.py`, trained on the spot: many images in a minute.
 
     python examples/manipulation.py --network planted --count 16 --iterations 150 --lr 0.01
     python examples/manipulation.py --figure manipulation.png
     python examples/manipulation.py --train data/train/281_tabby --photos data/val/281_tabby --count 8
+    python examples/manipulation.py --network vgg16 --layer features.22 --train … --photos … --targets …
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,12 +93,17 @@ class Case:
     train: Tensor
     photos: Tensor
     others: Tensor
-    bounds: tuple[float, float]
+    bounds: tuple[Tensor, Tensor]
 
     def picture(self, x: Tensor) -> Tensor:
         """An image with values in [0, 1]."""
         low, high = self.bounds
         return (x - low) / (high - low)
+
+    @property
+    def span(self) -> Tensor:
+        """What a pixel's way from 0 to 1 is in units of the inputs, shape (C, 1, 1)."""
+        return self.bounds[1] - self.bounds[0]
 
     def maps(self, x: Tensor, target: int, subspaces: Subspaces | None = None) -> Tensor:
         """Maps (N, H, W) of an output, or (N, K, H, W) of its parts in K subspaces."""
@@ -107,9 +114,10 @@ class Case:
         return attributor.explain(x, target, whole=False).maps.sum(2)
 
 
-def lite0(options: argparse.Namespace) -> Case:
-    """EfficientNet-Lite0 on photographs."""
-    network, size = load_network("efficientnet_lite0"), options.size
+def photographs(options: argparse.Namespace) -> Case:
+    """A network for photographs."""
+    name = "efficientnet_lite0" if options.network == "lite0" else options.network
+    network, size = load_network(name, options.weights), options.size
     model = network.model.requires_grad_(False)
     if options.train:
         train, photos = (network.load(photo_files(f), size) for f in (options.train, options.photos))
@@ -125,8 +133,9 @@ def lite0(options: argparse.Namespace) -> Case:
     if not len(photos):
         raise SystemExit(f"none of the photographs is predicted as class {target}")
     files = photo_files(options.targets) if options.targets else list(foolbox_files())
-    others = network.load(files[: len(photos)], size)
-    bounds = -127 / 128, 1.0  # of (255 x − 127) / 128
+    others = network.load([files[n % len(files)] for n in range(len(photos))], size)
+    low, high = (network.preprocessing.to_inputs(torch.full((1, 3, 1, 1), v))[0] for v in (0.0, 1.0))
+    bounds = low.clone(), high.clone()
     layer = network.layer_or(options.layer)
     return Case(model, lambda: network.composite(None), layer, target, train, photos, others, bounds)
 
@@ -140,7 +149,8 @@ def planted(options: argparse.Namespace) -> Case:
     train, photos = (task.sample(n, generator, label=0).images for n in (200, options.count))
     others = task.sample(options.count, generator, label=len(task.classes) - 1).images
     layer = options.layer or known_concepts.LAYER
-    return Case(model, known_concepts.composite, layer, 0, train, photos, others, (-1.0, 1.0))
+    bounds = -torch.ones(1, 1, 1), torch.ones(1, 1, 1)
+    return Case(model, known_concepts.composite, layer, 0, train, photos, others, bounds)
 
 
 def summary(name: str, maps: Tensor, result: Manipulation) -> None:
@@ -178,21 +188,23 @@ def main() -> None:
     parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("manipulation.png"), help="default: %(default)s")
     parser.add_argument(
-        "--network", choices=["lite0", "planted"], default="lite0", help="default: %(default)s"
+        "--network", default="lite0", help="lite0, planted, or one as of drsa (default: %(default)s)"
     )
+    parser.add_argument("--weights", type=Path, help="of another network")
     parser.add_argument("--steps", type=int, default=250, help="training of `planted` (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of `planted` (default: %(default)s)")
     options = parser.parse_args()
     if bool(options.train) != bool(options.photos):
         parser.error("--train and --photos belong together")
-    case = lite0(options) if options.network == "lite0" else planted(options)
+    case = planted(options) if options.network == "planted" else photographs(options)
     print(f"class {case.target}: {len(case.train)} images to learn from, {len(case.photos)} to manipulate")
 
     attributor = DisentangledAttributor(Gradient(case.model, case.composite()), case.layer)
     pairs = attributor.collect(case.train.split(8), case.target, random_state=0)
     results = []
     # Networks for photographs one image at a time: a batch of second derivatives takes gigabytes.
-    at_once = 1 if options.network == "lite0" else 64
+    at_once = 64 if options.network == "planted" else 1
+    subspaces = PRCA(1).fit(pairs).subspaces_
     for x, other in zip(case.photos.split(at_once), case.others.split(at_once), strict=True):
         with torch.no_grad():
             label = int(case.model(other).argmax(1).mode().values)
@@ -206,15 +218,24 @@ def main() -> None:
                 n_iter=options.iterations,
                 lr=options.lr,
                 bounds=case.bounds,
-                max_change=options.max_change * (case.bounds[1] - case.bounds[0]),
+                max_change=options.max_change * case.span,
             )
         results.append(done)
+        if at_once == 1:  # a run that is cut short has said something
+            begun, ended = (float(done.history[i, 0]) for i in (0, -1))
+            print(f"photograph {len(results)}: loss of the smooth network's map {begun:.2f} → {ended:.2f}")
+            parts = case.maps(done.image, case.target, subspaces)
+            for name, maps in (("whole", done.map), ("PRCA-1", parts[:, 0]), ("residual", parts[:, 1])):
+                summary(name, maps, done)
+            sys.stdout.flush()
     result = Manipulation(
         *(torch.cat([getattr(r, name) for r in results]) for name in Manipulation.__dataclass_fields__)
     )
 
-    subspaces = PRCA(1).fit(pairs).subspaces_
-    before, after = (case.maps(x, case.target, subspaces) for x in (case.photos, result.image))
+    before, after = (
+        torch.cat([case.maps(part, case.target, subspaces) for part in x.split(8)])
+        for x in (case.photos, result.image)
+    )
     print("\n| map | error to original | to target | correlation to original | to target |")
     print("|---|---|---|---|---|")
     summary("untouched, whole", result.original_map, result)
@@ -223,11 +244,12 @@ def main() -> None:
     summary("manipulated, PRCA-1", after[:, 0], result)
     summary("manipulated, residual of PRCA-1", after[:, 1], result)
     for d in (4, 16):
-        parts = case.maps(result.image, case.target, PRCA(d).fit(pairs).subspaces_)
+        larger = PRCA(d).fit(pairs).subspaces_
+        parts = torch.cat([case.maps(part, case.target, larger) for part in result.image.split(8)])
         summary(f"manipulated, PRCA-{d}", parts[:, 0], result)
     print("(errors are relative to the mean square of the original map; ± one standard error)\n")
 
-    change = (result.image - case.photos).abs().amax((1, 2, 3)) / (case.bounds[1] - case.bounds[0])
+    change = ((result.image - case.photos).abs() / case.span).amax((1, 2, 3))
     probability = [o.softmax(1)[:, case.target].mean() for o in (result.original_output, result.output)]
     totals = [m.sum((1, 2)) for m in (result.original_map, result.map)]
     print(f"largest change of a pixel: {float(change.max()):.3f} of the range")

@@ -111,6 +111,24 @@ def test_manipulation_moves_the_map_and_keeps_the_output() -> None:
     assert result.history[-1, 0] < result.history[0, 0]
 
 
+def test_bounds_may_differ_from_channel_to_channel() -> None:
+    model, x = network(), images()
+    explain = gradient_times_input(model)
+    goal = explain(images(4)[2:].requires_grad_())[1].detach()
+    spread = torch.linspace(0.1, 0.3, x.shape[1]).view(-1, 1, 1)
+    low, high = torch.zeros_like(spread), torch.ones_like(spread)
+    result = manipulate(
+        model, explain, x, goal, n_iter=8, lr=0.1, bounds=(low, high), max_change=spread, progress=False
+    )
+    change = (result.image - x).abs().amax((0, 2, 3))
+    assert (change <= spread.flatten() + 1e-6).all()
+    assert change[-1] > spread[0]  # the wider channel uses its room
+    with pytest.raises(
+        ValueError, match=r"max_change must be a number, or a tensor that fits x .* got \(7,\)"
+    ):
+        manipulate(model, explain, x, goal, max_change=torch.ones(7), progress=False)
+
+
 def test_interrupted_manipulation_leaves_the_model() -> None:
     model, x = network(), images()
     explain, calls = gradient_times_input(model), []

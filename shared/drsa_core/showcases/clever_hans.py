@@ -3,6 +3,7 @@
     scores = rectified_relevance(maps)                              # detect: one score for each concept
     auroc(scores[:, k], has_watermark)                              # against SpRAy(...).distances(heatmaps)
     refined = RefinedModel(model, concept_relevance, target, [k], mean_relevance(...))      # mitigate
+    ProjectedModel(model, layer, subspaces, [k], context, reference)           # or, where that takes too much
     images, poisoned = poison(images, labels, [watermark], 0.25, spare=target)              # measure
     confusion_matrix(labels, refined(images).argmax(1), n_classes)
 
@@ -20,11 +21,13 @@ from torch import Tensor
 from ..parameters import Seed, as_float, as_int, as_int_labels, torch_generator
 from ..validation import as_float_tensor, check_finite
 from .detection import RocCurve, SpRAy, auroc, rectified_relevance, roc_curve
+from .projection import ProjectedModel
 from .refinement import ConceptRelevance, RefinedModel, excess_relevance, mean_relevance
 from .reweighting import deep_feature_reweighting, train_last_layer
 
 __all__ = [
     "ConceptRelevance",
+    "ProjectedModel",
     "RefinedModel",
     "RocCurve",
     "SpRAy",

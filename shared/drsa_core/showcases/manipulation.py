@@ -133,8 +133,8 @@ def manipulate(
     lr: float = 0.01,
     output_weight: float = 10.0,
     betas: tuple[float, float] = (10.0, 100.0),
-    bounds: tuple[float, float] = (0.0, 1.0),
-    max_change: float | None = None,
+    bounds: tuple[float | Tensor, float | Tensor] = (0.0, 1.0),
+    max_change: float | Tensor | None = None,
     progress: bool = True,
 ) -> Manipulation:
     """Perturb images so that their maps become target maps while the outputs stay (Note J.3).
@@ -161,32 +161,32 @@ def manipulate(
         λ.
     betas : tuple of two floats
         β of the first and of the last iteration.
-    bounds : tuple of two floats
-        Lowest and highest value of an image.
-    max_change : float, optional
-        Largest change of any value of the image.
+    bounds : tuple of two floats or tensors
+        Lowest and highest value of an image. Tensors of shape (C, 1, 1) if channels are normalised by a
+        deviation of their own.
+    max_change : float or tensor, optional
+        Largest change of any value of the image; a tensor as in `bounds`.
     progress : bool
         Show a progress bar.
     """
     n_iter, lr = as_int(n_iter, "n_iter", 1), as_float(lr, "lr")
     output_weight = as_float(output_weight, "output_weight")
     betas = as_float(betas[0], "betas[0]"), as_float(betas[1], "betas[1]")
-    bounds = as_float(bounds[0], "bounds[0]"), as_float(bounds[1], "bounds[1]")
-    max_change = None if max_change is None else as_float(max_change, "max_change")
-    if not lr > 0 or not output_weight >= 0 or not 0 < betas[0] <= betas[1] or not bounds[0] < bounds[1]:
+    x = x.detach()
+    check_finite(x, "x")
+    low, high = _like(x, bounds[0], "bounds[0]"), _like(x, bounds[1], "bounds[1]")
+    if not lr > 0 or not output_weight >= 0 or not 0 < betas[0] <= betas[1] or not (low < high).all():
         raise ValueError(
             "lr must be above 0, output_weight at least 0, betas and bounds ascending, betas above 0; "
             f"got {lr}, {output_weight}, {betas}, {bounds}"
         )
-    if max_change is not None and not max_change > 0:
-        raise ValueError(f"max_change must be above 0, got {max_change}")
-    x = x.detach()
-    check_finite(x, "x")
-    low, high = torch.full_like(x, bounds[0]), torch.full_like(x, bounds[1])
     if (x < low).any() or (x > high).any():
         raise ValueError(f"x must lie within bounds = {bounds}, got [{float(x.min())}, {float(x.max())}]")
     if max_change is not None:
-        low, high = low.maximum(x - max_change), high.minimum(x + max_change)
+        change = _like(x, max_change, "max_change")
+        if not (change > 0).all():
+            raise ValueError(f"max_change must be above 0, got {max_change}")
+        low, high = low.maximum(x - change), high.minimum(x + change)
 
     with SoftplusActivations(model) as smooth:
         original_output, original_map = _values(explain, x)
@@ -296,6 +296,20 @@ def is_suspicious(scores: Tensor, trusted: Tensor, quantile: float = 0.95) -> Te
     check_finite(trusted, "trusted")
     trusted = trusted.to(scores)
     return scores > trusted.quantile(quantile)
+
+
+def _like(x: Tensor, value: float | Tensor, name: str) -> Tensor:
+    """A number, or a tensor with fewer axes, in the shape of x (N, C, H, W)."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return torch.full_like(x, as_float(value, name))
+    check_finite(value, name)
+    try:
+        return value.to(x).expand_as(x)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} must be a number, or a tensor that fits x {tuple(x.shape)}, e.g. of shape (C, 1, 1), "
+            f"got {tuple(value.shape)}"
+        ) from error
 
 
 def _values(explain: Explain, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,32 @@ def excess_relevance(relevance: Tensor, mean: Tensor) -> Tensor:
     return (relevance - mean.to(relevance)).clamp(min=0)
 
 
-class RefinedModel(nn.Module):
+class DropIn(nn.Module):
+    """A stand-in for a model: the same submodules, parameters and keys of `state_dict`, and shared with it.
+
+    Moving, loading or training one does so to the other.
+    """
+
+    original: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+        self.training = model.training
+        # The model is not a submodule: its own children, parameters and buffers are ours, under their names,
+        # so that every key and layer name of the original is one of the refined model.
+        for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, own, getattr(model, own))
+        object.__setattr__(self, "original", model)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the original with the own one."""
+        self.original.train(mode)
+        return super().train(mode)
+
+
+class RefinedModel(DropIn):
     """f − Σ_{k ∈ CH} max(0, R_k − E[R_k]): a model without the evidence of some concepts (Eq. 12).
 
     A drop-in for the model: the same inputs and outputs, submodules, parameters and keys of `state_dict`,
@@ -101,7 +126,6 @@ class RefinedModel(nn.Module):
     True
     """
 
-    original: nn.Module
     mean_relevance: Tensor | None
     concept_relevance: ConceptRelevance
 
@@ -113,16 +137,12 @@ class RefinedModel(nn.Module):
         concepts: Sequence[int],
         mean_relevance: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+        super().__init__(model)
         if not callable(concept_relevance):
             raise TypeError(
                 f"concept_relevance must be a function of (x, target), got {type(concept_relevance).__name__}"
             )
-        self.concepts = tuple(as_int(k, "every entry of concepts") for k in concepts)
-        if not self.concepts or min(self.concepts) < 0 or len(set(self.concepts)) < len(self.concepts):
-            raise ValueError(f"concepts must be different numbers from 0, at least one, got {self.concepts}")
+        self.concepts = as_concepts(concepts)
         if mean_relevance is not None:
             mean_relevance = as_float_tensor(mean_relevance, "mean_relevance")
             check_finite(mean_relevance, "mean_relevance")
@@ -132,19 +152,8 @@ class RefinedModel(nn.Module):
                     f"concepts, got {tuple(mean_relevance.shape)}"
                 )
         self.target = as_int(target, "target", 0)
-        self.training = model.training
-        # The model is not a submodule: its own children, parameters and buffers are ours, under their names,
-        # so that every key and layer name of the original is one of the refined model.
-        for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            object.__setattr__(self, own, getattr(model, own))
-        object.__setattr__(self, "original", model)
         object.__setattr__(self, "concept_relevance", concept_relevance)
         object.__setattr__(self, "mean_relevance", mean_relevance)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the original with the own one."""
-        self.original.train(mode)
-        return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs (N, n_outputs), that of the target without the excess relevance."""
@@ -177,6 +186,14 @@ class RefinedModel(nn.Module):
         if self.mean_relevance is None:
             return relevance[:, chosen].sum(1)
         return excess_relevance(relevance[:, chosen], self.mean_relevance[chosen]).sum(1)
+
+
+def as_concepts(concepts: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of the concepts to take out: different ones from 0, at least one."""
+    numbers = tuple(as_int(k, "every entry of concepts") for k in concepts)
+    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise ValueError(f"concepts must be different numbers from 0, at least one, got {numbers}")
+    return numbers
 
 
 def _checked(relevance: object, n_images: int) -> Tensor:
