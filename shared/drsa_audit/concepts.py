@@ -34,8 +34,9 @@ class Learned:
     stability : dict or None
         `index`, `is_stable`, `beats_chance`, `threshold`, `null_mean`; None if it was not tested.
     choice : dict or None
-        Why there are so many: `best`, and for each K `n_subspaces`, `index` of its least stable concept and
-        `threshold`; None if the user said how many.
+        Why there are so many: `best`; `is_chosen`, False if no K had stable and distinct concepts; for each K
+        `n_subspaces`, `index` of its least stable concept, `threshold`, `overlap`, `held_out` and
+        `null_objective`; `splits`, the parents of the concepts of each next K. None if the user said how many.
     """
 
     subspaces: Subspaces
@@ -76,10 +77,14 @@ def learn(session: Session, pairs: Pairs, n_subspaces: int | str, balance: float
             best,
             {
                 "best": best.n_subspaces,
+                "is_chosen": choice.n_subspaces is not None,
                 "n_subspaces": [c.n_subspaces for c in choice.candidates],
                 "index": [float(c.index.min()) for c in choice.candidates],
                 "threshold": [c.threshold for c in choice.candidates],
+                "overlap": [c.overlap for c in choice.candidates],
                 "held_out": [c.held_out_objective for c in choice.candidates],
+                "null_objective": [c.null_objective for c in choice.candidates],
+                "splits": [list(split.parent) for split in choice.splits],
             },
         )
     if not isinstance(n_subspaces, int) or not 1 <= n_subspaces <= n_features:
