@@ -36,7 +36,8 @@ class Learned:
     choice : dict or None
         Why there are so many: `best`; `is_chosen`, False if no K had stable and distinct concepts; for each K
         `n_subspaces`, `index` of its least stable concept, `threshold`, `overlap`, `held_out` and
-        `null_objective`; `splits`, the parents of the concepts of each next K. None if the user said how many.
+        `null_objective`; `splits`, the parents of the concepts of each next K. None if the user said how
+        many.
     """
 
     subspaces: Subspaces

@@ -1,7 +1,7 @@
 """Does `choose_k` find the number of planted concepts, and none where contexts are shuffled?
 
-A network is trained for each seed to tell which of eight patterns a scene shows (two to six of them, at random
-places). What is explained is the sum of the scores of 3, 4, 5 or 6 patterns on scenes that show these: every
+A network is trained for each seed to tell which of eight patterns a scene shows, two to six of them at random
+places. What is explained is the sum of the scores of 3, 4, 5 or 6 patterns on scenes that show these: every
 pattern has to be found by itself, so that there are so many concepts. (In a network that is trained on *sets*
 of patterns, as in `examples/known_concepts.py`, it is not so: it may look for two of them together, and DRSA
 with the planted K then does not tell them apart either. --oracle counts the patterns that it does.)
@@ -34,7 +34,7 @@ from zennit.attribution import Gradient
 from zennit_drsa import DisentangledAttributor, collect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import known_concepts  # noqa: E402
+import known_concepts
 
 N_PATTERNS, N_IMAGES, STEPS = len(PATTERN_NAMES), 200, 250
 

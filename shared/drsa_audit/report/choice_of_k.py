@@ -62,7 +62,9 @@ def choice_rows(found: dict[str, Any] | None) -> list[dict[str, str]]:
 
 def _what_splits(n_subspaces: int, parents: list[int]) -> str:
     """In words: which concepts, numbered from 1, have several children among the next ones."""
-    children = {k: [child + 1 for child, parent in enumerate(parents) if parent == k] for k in range(n_subspaces)}
+    children = {
+        k: [child + 1 for child, parent in enumerate(parents) if parent == k] for k in range(n_subspaces)
+    }
     parts = [
         f"{k + 1} splits into {' and '.join(map(str, own))}" for k, own in children.items() if len(own) > 1
     ]
