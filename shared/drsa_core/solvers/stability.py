@@ -202,7 +202,7 @@ def stability(
     repeated = Repeated(pairs, n_subspaces, solver)
     generator = np.random.default_rng(as_seed(random_state))
     resampled = [True] * n_bootstraps + [False] * n_starts
-    total = len(resampled) + n_shuffles * len(resampled[:NULL_FITS])
+    total = number_of_fits(n_bootstraps, n_starts, n_shuffles)
     hidden = None if progress is None else not progress
     with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
 
@@ -218,6 +218,12 @@ def stability(
             shuffled = with_shuffled_contexts(pairs, generator)
             null.append(fits(Repeated(shuffled, n_subspaces, solver), resampled[:NULL_FITS]))
     return _summary(pairs, solver, repeated, runs, null, threshold, margin, as_seed(random_state), begin)
+
+
+def number_of_fits(n_bootstraps: int = 5, n_starts: int = 1, n_shuffles: int = 1) -> int:
+    """How many fits `stability` makes, those of shuffled contexts included."""
+    n_runs = n_bootstraps + n_starts
+    return n_runs + n_shuffles * min(n_runs, NULL_FITS)
 
 
 def check_images(pairs: Pairs) -> None:
