@@ -74,11 +74,11 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     if any(not c.are_distinct for c in candidates):
         distinct.text(
             1,
-            0.98,
+            0.04,
             "above 0: parts of one concept",
             transform=distinct.transAxes,
             ha="right",
-            va="top",
+            va="bottom",
             fontsize=8,
         )
 
