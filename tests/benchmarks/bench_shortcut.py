@@ -6,9 +6,10 @@ first screen names the watermarked pictures (at least 0.7 of the union of both s
 network nor pictures have a watermark, and every finding is a false alarm; with --unused the pictures have one
 that the network has not learned.
 
-The thresholds of `drsa_audit.findings` were chosen on seed 0.
+How far apart the groups of `drsa_audit.findings` must be was chosen on seed 0, and how clear the split must be
+on numbers at random; seed 1 was looked at.
 
-    python tests/benchmarks/bench_shortcut.py --seeds 1 2 3 4 5 --shares 0.9 0.5 0
+    python tests/benchmarks/bench_shortcut.py --seeds 2 3 4 5 6 --shares 0.9 0.5 0
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="default: 1 to 5")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="default: 2 to 6")
     parser.add_argument(
         "--shares", type=float, nargs="+", default=[0.9, 0.5, 0.0], help="of the boxes (default: 0.9 0.5 0)"
     )

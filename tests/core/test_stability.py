@@ -166,8 +166,8 @@ def test_figure_shows_the_choice(choice: ChoiceOfK) -> None:
     # One line for each concept that has a parent, one dot for each concept, and two for the legend.
     concepts = [c.n_subspaces for c in choice.candidates]
     assert len(tree.get_lines()) == sum(concepts[1:]) + sum(concepts) + 2
-    of_next = [line for line in tree.get_lines() if list(line.get_xdata()) == [2, 3]]
-    begins = [line.get_ydata()[0] for line in of_next]
+    of_next = [line for line in tree.get_lines() if np.array_equal(line.get_xdata(), [2, 3])]
+    begins = [float(np.asarray(line.get_ydata())[0]) for line in of_next]
     assert sorted(begins.count(place) for place in set(begins)) == [1, 2]
 
 
