@@ -9,8 +9,9 @@ from torch import Tensor
 
 #: A split into two groups that explains more of the variance than `two_groups_from` is none that a smooth
 #: spread would have. These numbers were not chosen on images. Of the smooth distributions that were tried
-#: (uniform and its square, normal, half-normal, exponential, rectified normal) the last one is split best: with
-#: n = 24, 40 and 100 values, one draw of it in a hundred exceeds 0.925, 0.894 and 0.841, near 0.76 + 0.8 / √n.
+#: (uniform and its square, normal, half-normal, exponential, rectified normal) the last one is split best:
+#: with n = 24, 40 and 100 values, one draw of it in a hundred exceeds 0.925, 0.894 and 0.841, which is near
+#: 0.76 + 0.8 / √n.
 SMOOTH, SMOOTH_OF_FEW, MOST_NEEDED = 0.76, 0.8, 0.95
 #: How far apart the groups' mean shares must be, how many times as large the larger one must be ("there or
 #: not there"), and how much of the images the smaller group must hold.

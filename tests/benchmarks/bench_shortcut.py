@@ -6,8 +6,8 @@ first screen names the watermarked pictures (at least 0.7 of the union of both s
 network nor pictures have a watermark, and every finding is a false alarm; with --unused the pictures have one
 that the network has not learned.
 
-How far apart the groups of `drsa_audit.findings` must be was chosen on seed 0, and how clear the split must be
-on numbers at random; seed 1 was looked at.
+How far apart the groups of `drsa_audit.findings` must be was chosen on seed 0, and how clear the split must
+be on numbers at random; seed 1 was looked at.
 
     python tests/benchmarks/bench_shortcut.py --seeds 2 3 4 5 6 --shares 0.9 0.5 0
 """
