@@ -26,7 +26,7 @@ from .work import Work, read_json, write_json
 
 _KIND, _VERSION = "explained images", 1
 #: Forward passes that cost about as much as one image: to collect pairs; one explanation, and each concept.
-_PASSES = {"lrp": (6, 6, 2), "gxi": (4, 6, 1), "ig": (130, 160, 15), "shapley": (4000, 8000, 1000)}
+PASSES = {"lrp": (6, 6, 2), "gxi": (4, 6, 1), "ig": (130, 160, 15), "shapley": (4000, 8000, 1000)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def forward_seconds(session: Session, inputs: Tensor) -> float:
 def collect(session: Session, inputs: Tensor, positions: int, folder: Path, forward: float) -> Pairs:
     """Pairs (a, c) at random positions of each image; batches that are in the folder are not done again."""
     batches = list(inputs.split(session.batch_size))
-    estimate = forward * len(inputs) * _PASSES[session.choice.backend][0]
+    estimate = forward * len(inputs) * PASSES[session.choice.backend][0]
     with (
         session.progress.step("pairs", f"Collecting pairs from {len(inputs)} images", estimate),
         noted(session),
@@ -98,7 +98,7 @@ def explain(
     """Concept maps of images, batch by batch into a folder."""
     inputs, pixels, names = session.read(files)
     folder.mkdir(parents=True, exist_ok=True)
-    once, each = _PASSES[session.choice.backend][1:]
+    once, each = PASSES[session.choice.backend][1:]
     estimate = forward * len(inputs) * (once + each * subspaces.n_subspaces)
     starts = range(0, len(inputs), session.batch_size)
     with session.progress.step("maps", f"Explaining {len(inputs)} images", estimate), noted(session):
@@ -135,7 +135,7 @@ def load_explained(folder: Path, n_images: int | None = None) -> Explained:
 
 def relevance_of(session: Session, inputs: Tensor, subspaces: Subspaces, what: str, forward: float) -> Tensor:
     """R_k of images at the layer, shape (N, K), for the explained class."""
-    estimate = forward * len(inputs) * _PASSES[session.choice.backend][0]
+    estimate = forward * len(inputs) * PASSES[session.choice.backend][0]
     parts = []
     with session.progress.step("relevance", f"Concepts of {len(inputs)} {what}", estimate), noted(session):
         for batch in session.progress.bar(inputs.split(session.batch_size), "batch"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from drsa_core import DRSA, DSA, PCA, Pairs, RandomSubspaces, Stability, Subspaces, choose_k, stability
 from drsa_core.evaluation import concept_ablation
 from drsa_core.solvers.estimator import learn_subspaces
-from drsa_core.solvers.stability import FEWEST_IMAGES
+from drsa_core.solvers.repeated import Repeated
+from drsa_core.solvers.stability import FEWEST_IMAGES, number_of_fits
 from torch import Tensor
 
 from .errors import BadInput
@@ -34,8 +37,10 @@ class Learned:
     stability : dict or None
         `index`, `is_stable`, `beats_chance`, `threshold`, `null_mean`; None if it was not tested.
     choice : dict or None
-        Why there are so many: `best`, and for each K `n_subspaces`, `index` of its least stable concept and
-        `threshold`; None if the user said how many.
+        Why there are so many: `best`; `is_chosen`, False if no K had stable and distinct concepts; for each K
+        `n_subspaces`, `index` of its least stable concept, `threshold`, `overlap`, `held_out` and
+        `null_objective`; `splits`, the parents of the concepts of each next K. None if the user said how
+        many.
     """
 
     subspaces: Subspaces
@@ -76,10 +81,14 @@ def learn(session: Session, pairs: Pairs, n_subspaces: int | str, balance: float
             best,
             {
                 "best": best.n_subspaces,
+                "is_chosen": choice.n_subspaces is not None,
                 "n_subspaces": [c.n_subspaces for c in choice.candidates],
                 "index": [float(c.index.min()) for c in choice.candidates],
                 "threshold": [c.threshold for c in choice.candidates],
+                "overlap": [c.overlap for c in choice.candidates],
                 "held_out": [c.held_out_objective for c in choice.candidates],
+                "null_objective": [c.null_objective for c in choice.candidates],
+                "splits": [list(split.parent) for split in choice.splits],
             },
         )
     if not isinstance(n_subspaces, int) or not 1 <= n_subspaces <= n_features:
@@ -91,6 +100,17 @@ def learn(session: Session, pairs: Pairs, n_subspaces: int | str, balance: float
         return _learned(found, None)
     solver = DRSA(n_subspaces, balance=balance, random_state=session.seed, progress=shown)
     return Learned(learn_subspaces(solver, pairs), [float(value) for value in solver.history_])
+
+
+def learning_seconds(pairs: Pairs, n_subspaces: int | str, balance: float, repeat: bool) -> float:
+    """About how long `learn` takes, from the time of one small fit."""
+    tried = [k for k in TRIED if k <= pairs.a.shape[1] // 2] if n_subspaces == AUTO else []
+    k = tried[len(tried) // 2] if tried else int(n_subspaces)
+    begin = time.perf_counter()
+    Repeated(pairs, k, DRSA(balance=balance)).fit(True, np.random.default_rng(0))
+    one = time.perf_counter() - begin
+    # The last fit, on all pairs and in all directions, takes about as long as three small ones.
+    return one * ((number_of_fits() if tried or repeat else 0) + 3) * max(1, len(tried))
 
 
 def take_out(session: Session, inputs: Tensor, subspaces: Subspaces, pairs: Pairs | None) -> dict[str, Any]:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: A split into two groups that explains so much of the variance is none that a smooth spread would have: a
-#: uniform distribution gives 0.75, a normal one 0.64.
-TWO_GROUPS = 0.8
+#: A split into two groups that explains more of the variance than `two_groups_from` is none that a smooth
+#: spread would have. These numbers were not chosen on images. Of the smooth distributions that were tried
+#: (uniform and its square, normal, half-normal, exponential, rectified normal) the last one is split best:
+#: with n = 24, 40 and 100 values, one draw of it in a hundred exceeds 0.925, 0.894 and 0.841, which is near
+#: 0.76 + 0.8 / √n.
+SMOOTH, SMOOTH_OF_FEW, MOST_NEEDED = 0.76, 0.8, 0.95
 #: How far apart the groups' mean shares must be, how many times as large the larger one must be ("there or
 #: not there"), and how much of the images the smaller group must hold.
 FAR_APART, TIMES, SMALLEST_GROUP = 0.15, 4.0, 0.1
@@ -30,7 +33,7 @@ class TwoGroups:
     images : list of int
         Where it is strong.
     share_there, share_elsewhere : float
-        Their mean share of the positive relevance in the two groups.
+        Their mean share of the positive relevance in the two groups, as `steady_shares` counts it.
     explained : float
         Part of the variance that the split explains.
     """
@@ -73,25 +76,37 @@ def share_against(relevance: Tensor) -> float:
     return float(relevance.double().clamp(max=0).abs().sum() / total) if total > 0 else 0.0
 
 
+def steady_shares(relevance: Tensor) -> Tensor:
+    """Share of each concept in the positive relevance of each image, or of the mean image if that has more.
+
+    Where an image has little evidence, a concept does not become strong because others are missing.
+    """
+    positive = relevance.double().clamp(min=0)
+    total = positive.sum(1, keepdim=True)
+    return positive / total.maximum(total.mean()).clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def two_groups_from(n_images: int) -> float:
+    """How much of the variance a split of so many images must explain."""
+    return min(MOST_NEEDED, SMOOTH + SMOOTH_OF_FEW / n_images**0.5)
+
+
 def two_groups(relevance: Tensor) -> list[TwoGroups]:
     """Concepts whose share splits the images into two groups with little between them, clearest first.
 
     The split is the one that explains most of the variance of the shares (Otsu's). A concept that is there
-    or not there, regardless of the object, is what a watermark looks like. Shares are those of at least the
-    mean evidence of an image: where there is little of it, a concept does not become strong because others
-    are missing. Concepts with nearly the same images are one finding.
+    or not there, regardless of the object, is what a watermark looks like. Concepts with nearly the same
+    images are one finding.
+
+    Natural attributes may come in two kinds as well. `tests/benchmarks/bench_shortcut.py` counts how often a
+    planted watermark is found, and how often there is a finding without one.
     """
     found: list[TwoGroups] = []
-    positive = relevance.double().clamp(min=0)
-    total = positive.sum(1, keepdim=True)
-    if not total.any():
-        return found
-    floor = total.mean().clamp(min=torch.finfo(torch.float64).tiny)
+    shares_of_images = steady_shares(relevance)
     splits = sorted(
-        filter(None, map(_split, range(relevance.shape[1]), (positive / total.maximum(floor)).T)),
+        filter(None, map(_split, range(relevance.shape[1]), shares_of_images.T)),
         reverse=True,
     )
-    shares_of_images = mixtures(relevance)
     for explained, k, images in splits:
         for i, other in enumerate(found):
             if _are_same(images, set(other.images)):
@@ -117,7 +132,11 @@ def _split(k: int, column: Tensor) -> tuple[float, int, set[int]] | None:
     there, elsewhere = float(ordered[:cut].mean()), float(ordered[cut:].mean())
     is_large = min(cut, n_images - cut) >= max(3, SMALLEST_GROUP * n_images)
     is_far = there - elsewhere >= FAR_APART and there >= TIMES * elsewhere
-    return (best, k, set(order[:cut].tolist())) if best >= TWO_GROUPS and is_far and is_large else None
+    return (
+        (best, k, set(order[:cut].tolist()))
+        if best >= two_groups_from(n_images) and is_far and is_large
+        else None
+    )
 
 
 def _group(

@@ -11,7 +11,7 @@ from drsa_core import Pairs, Subspaces
 from torch import Tensor
 
 from .audit_steps import collect, forward_seconds, noted
-from .concepts import Learned, learn
+from .concepts import Learned, learn, learning_seconds
 from .errors import BadInput
 from .folders import ImageFiles, find_files, find_target
 from .networks import Network
@@ -163,14 +163,25 @@ def learn_class(training: Training, settings: FitSettings, pairs: Pairs) -> tupl
     }
     file, about = work.place("learned", key, ".safetensors"), work.place("learned", key, ".json")
     if not (file.exists() and about.exists()):
-        with session.progress.step("concepts", f"Learning concepts from {len(pairs)} pairs"), noted(session):
-            learned = learn(session, pairs, settings.subspaces, settings.balance, settings.stability)
+        how = (settings.subspaces, settings.balance, settings.stability)
+        # The estimate costs a fit, so that it is made for those only who read it.
+        seconds = _learning_seconds(pairs, *how) if session.progress.shown else None
+        what = f"Learning concepts from {len(pairs)} pairs"
+        with session.progress.step("concepts", what, seconds), noted(session):
+            learned = learn(session, pairs, *how)
         target = {"name": session.target.name, "index": session.target.index}
         learned.subspaces.with_metadata(explained_class=target, network=session.name).save(file)
         write_json(
             about, {"history": learned.history, "stability": learned.stability, "choice": learned.choice}
         )
     return Learned(Subspaces.load(file), **read_json(about)), key
+
+
+def _learning_seconds(pairs: Pairs, n_subspaces: int | str, balance: float, repeat: bool) -> float | None:
+    try:
+        return learning_seconds(pairs, n_subspaces, balance, repeat)
+    except ValueError:
+        return None  # what is wrong with the pairs is said by the step itself
 
 
 def _blank(network: Network, device: torch.device) -> Tensor:

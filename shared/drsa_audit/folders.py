@@ -80,10 +80,7 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
     here = _images_in(folder)
     if here:
         return ImageFiles(here[:limit], {})
-    by_class = {path.name: _images_in(path) for path in _subfolders(folder)}
-    by_class = {name: files for name, files in by_class.items() if files}
-    if not by_class:
-        raise BadInput(f"no images ({', '.join(SUFFIXES)}) in {folder}")
+    by_class = class_files(folder, None)
     own = [name for name in by_class if _is_of(name, target)]
     if len(own) != 1:
         found = ", ".join(list(by_class)[:6]) + (", …" if len(by_class) > 6 else "")
@@ -94,6 +91,17 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
         )
     others = {label(name): files[:limit] for name, files in by_class.items() if name != own[0]}
     return ImageFiles(by_class[own[0]][:limit], others)
+
+
+def class_files(folder: Path, limit: int | None) -> dict[str, list[Path]]:
+    """The images in each class folder of a folder, by its name; of each at most `limit`, the first ones."""
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder; give a folder of class folders")
+    by_class = {path.name: _images_in(path)[:limit] for path in _subfolders(folder)}
+    by_class = {name: files for name, files in by_class.items() if files}
+    if not by_class:
+        raise BadInput(f"no images ({', '.join(SUFFIXES)}) in {folder}")
+    return by_class
 
 
 def label(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,19 @@ def test_fit_chooses_how_many_concepts(folders, tmp_path, monkeypatch) -> None:
     assert found["choice"]["n_subspaces"] == [2, 3]
     n_subspaces = Subspaces.load(tmp_path / "auto.safetensors").n_subspaces
     assert n_subspaces == found["choice"]["best"] == len(found["stability"]["index"])
+
+
+def test_every_long_step_says_before_how_long_it_takes(folders, tmp_path, capsys) -> None:
+    train, test = (folder / "0_blobs" for folder in folders)
+    settings = {"target": 0, "layer": "4", "subspaces": 2, "mean": [0.5] * 3, "std": [0.25] * 3, "size": SIZE}
+    model = network()
+    for shown in (True, False):
+        out = tmp_path / f"report{shown}.html"
+        audit(model, train=train, test=test, out=out, progress=shown, **settings)
+        said = capsys.readouterr().err
+        for step in ("Collecting pairs", "Learning concepts", "Explaining", "Removing patches", "Taking"):
+            assert bool(re.search(rf"{step} .*: about \d+ s", said)) == shown, (step, said)
+    assert said == ""
 
 
 def test_explain_writes_pictures_and_a_table_that_add_up(fitted, folders, tmp_path) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drsa_audit.findings import half_area, mixtures, outliers, share_against, shares, two_groups
+from drsa_audit.findings import (
+    half_area,
+    mixtures,
+    outliers,
+    share_against,
+    shares,
+    steady_shares,
+    two_groups,
+    two_groups_from,
+)
 
 
 def spread(n_images: int, n_concepts: int, seed: int = 0) -> torch.Tensor:
@@ -27,7 +36,7 @@ def test_a_concept_that_is_there_or_not_is_found_with_its_images() -> None:
     (found,) = two_groups(relevance)
     assert found.concepts == (2,)
     assert found.images == [1, 4, 5, 9, 13]
-    expected = mixtures(relevance)[:, 2]
+    expected = steady_shares(relevance)[:, 2]
     assert found.share_there == pytest.approx(float(expected[found.images].mean()))
     rest = [n for n in range(20) if n not in found.images]
     assert found.share_elsewhere == pytest.approx(float(expected[rest].mean()))
@@ -55,6 +64,25 @@ def test_a_concept_that_is_left_where_others_are_missing_is_no_finding() -> None
 @pytest.mark.parametrize("seed", range(20))
 def test_a_smooth_spread_is_no_finding(seed: int) -> None:
     assert two_groups(spread(24, 4, seed)) == []
+
+
+def test_shares_of_images_with_little_evidence_are_those_of_the_mean_image() -> None:
+    relevance = torch.tensor([[8.0, 2.0], [1.0, -3.0], [0.0, 1.0]])  # 10, 1 and 1; the mean is 4
+    assert steady_shares(relevance).tolist() == [[0.8, 0.2], [0.25, 0.0], [0.0, 0.25]]
+    assert not steady_shares(torch.full((3, 2), -1.0)).any()
+
+
+@pytest.mark.parametrize("n_images", [24, 40, 100])
+def test_a_smooth_spread_rarely_has_two_groups(n_images: int) -> None:
+    """Explained variance of the best split of a rectified normal spread, all splits one by one."""
+    generator = torch.Generator().manual_seed(n_images)
+    exceeded = 0
+    for _ in range(200):
+        values = torch.randn(n_images, generator=generator).clamp(min=0).sort().values
+        parts = [(values[:cut], values[cut:]) for cut in range(1, n_images)]
+        left = min(sum(float((part - part.mean()).square().sum()) for part in pair) for pair in parts)
+        exceeded += 1 - left / float((values - values.mean()).square().sum()) > two_groups_from(n_images)
+    assert exceeded <= 8  # two are expected
 
 
 def test_two_images_are_too_few_for_a_group() -> None:

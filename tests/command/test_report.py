@@ -13,6 +13,7 @@ from drsa_audit.audit_steps import Explained, load_explained
 from drsa_audit.record import AuditRecord
 from drsa_audit.report import make_verdict, render
 from drsa_audit.report.charts import Line, line_chart
+from drsa_audit.report.choice_of_k import choice_rows
 from drsa_audit.report.colours import concept_colours
 from drsa_audit.report.pictures import crop_box, packed, shrunk
 from drsa_core import Subspaces
@@ -44,6 +45,47 @@ def test_what_users_name_cannot_break_out_of_the_page(parts) -> None:
     assert evil not in text
     assert "<img src=x" not in text
     assert text.count("<script") == render(record, explained, subspaces).count("<script")
+
+
+def test_the_choice_of_k_is_explained(parts) -> None:
+    record, explained, subspaces = parts
+    found = {
+        "best": 2,
+        "is_chosen": True,
+        "n_subspaces": [2, 3],
+        "index": [0.981, 0.5],
+        "threshold": [0.75, 0.75],
+        "overlap": [-0.25, 0.125],
+        "held_out": [1.5, 1.25],
+        "null_objective": [0.75, 0.5],
+        "splits": [[0, 0, 0]],
+    }
+    assert choice_rows(found) == [
+        {
+            "n_subspaces": "2",
+            "index": "0.98",
+            "overlap": "-0.25",
+            "held_out": "1.5",
+            "null_objective": "0.75",
+            "split": "1 splits into 1 and 2 and 3; 2 has no successor",
+        },
+        {
+            "n_subspaces": "3",
+            "index": "0.50",
+            "overlap": "0.12",
+            "held_out": "1.25",
+            "null_objective": "0.5",
+            "split": "",
+        },
+    ]
+    text = render(replace(record, choice_of_k=found), explained, subspaces)
+    for part in ("Why 2 concepts?", "none is a part of another", "Is it more than chance?", "1 splits into"):
+        assert part in text
+    # Work folders of older versions know less.
+    older = {k: found[k] for k in ("best", "n_subspaces", "index", "threshold", "held_out")}
+    text = render(replace(record, choice_of_k=older), explained, subspaces)
+    assert "Why 2 concepts?" in text
+    assert "Is it more than chance?" not in text
 
 
 def test_forty_photographs_with_four_concepts_stay_below_15_megabytes(parts) -> None:

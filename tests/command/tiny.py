@@ -48,8 +48,10 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = network()[:5]
-        self.gate = nn.Conv2d(16, 16, 1)
-        self.head = nn.Linear(16, 3)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)  # fixed, as in `network`
+            self.gate = nn.Conv2d(16, 16, 1)
+            self.head = nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         features = self.features(x)

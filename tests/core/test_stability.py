@@ -156,10 +156,19 @@ def test_patience_ends_the_search() -> None:
 
 def test_figure_shows_the_choice(choice: ChoiceOfK) -> None:
     figure = choice_of_k(choice)
-    stable, distinct, _ = figure.axes
+    stable, distinct, objective, tree = figure.axes
     assert stable.get_title() == "3 concepts"
     (bars,) = distinct.containers
     assert [bar.get_height() for bar in bars] == pytest.approx([c.overlap for c in choice.candidates])
+    held_out = objective.get_lines()[1]
+    assert held_out.get_label() == "images left out"
+    assert held_out.get_ydata() == pytest.approx([c.held_out_objective for c in choice.candidates])
+    # One line for each concept that has a parent, one dot for each concept, and two for the legend.
+    concepts = [c.n_subspaces for c in choice.candidates]
+    assert len(tree.get_lines()) == sum(concepts[1:]) + sum(concepts) + 2
+    of_next = [line for line in tree.get_lines() if np.array_equal(line.get_xdata(), [2, 3])]
+    begins = [float(np.asarray(line.get_ydata())[0]) for line in of_next]
+    assert sorted(begins.count(place) for place in set(begins)) == [1, 2]
 
 
 def test_bad_input_is_named() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import options
+
+if TYPE_CHECKING:
+    from drsa_core import ClassIndex
+
+    from ..progress import Progress
 
 
 @click.command()
@@ -22,16 +28,30 @@ from . import options
 @options.run_options
 @options.output_options
 def fit(**given: Any) -> None:
-    """Learn the concepts of a class, and save them.
+    """Learn the concepts of a class, and save them; with `--target all`, of every class folder.
 
     \b
     drsa fit efficientnet_lite0 --train pets/train --target german_shepherd \\
         --subspaces auto --out shepherd.safetensors
+
+    For all classes, OUT is a folder, and several processes or GPUs may share the work:
+
+    \b
+    torchrun --nproc-per-node 4 --no-python drsa fit efficientnet_lite0 \\
+        --train pets/train --target all --out pets_concepts
     """
     from ..fitting import FitSettings, run_fit
+    from ..many import ALL, check_alone, run_fit_all
 
     as_json, progress = given.pop("as_json"), options.make_progress(given.pop("quiet"))
-    learned = run_fit(FitSettings(**given), progress)
+    settings = FitSettings(**given)
+    check_alone(settings)
+    if settings.target == ALL:
+        index = run_fit_all(settings, progress)
+        if int(os.environ.get("RANK", "0")) == 0:
+            _show_all(index, as_json, progress)
+        return
+    learned = run_fit(settings, progress)
     found = learned.stability
     result = {
         "subspaces": str(given["out"]),
@@ -49,4 +69,18 @@ def fit(**given: Any) -> None:
             )
         )
         lines.append(f"stability: {listed}; {found['threshold']:.2f} is needed")
+    options.show(result, as_json, lines, progress)
+
+
+def _show_all(index: ClassIndex, as_json: bool, progress: Progress) -> None:
+    classes = {entry.get("name", str(label)): entry["file"] for label, entry in index.classes.items()}
+    result = {
+        "folder": str(index.folder),
+        "classes": classes,
+        "failed": {str(label): why for label, why in index.failed.items()},
+        "seconds": progress.seconds,
+    }
+    lines = [f"wrote {index.folder}: concepts of {len(classes)} classes"]
+    lines += [f"{name}: {file}" for name, file in classes.items()]
+    lines += [f"class {label} failed: {why}" for label, why in index.failed.items()]
     options.show(result, as_json, lines, progress)

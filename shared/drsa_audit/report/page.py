@@ -19,6 +19,7 @@ from ..progress import duration
 from ..record import AuditRecord
 from ..work import check_out
 from .charts import Line, line_chart, point_chart
+from .choice_of_k import choice_charts, choice_rows
 from .colours import concept_colours
 from .pictures import cropped, jpeg, over_photograph, packed, shrunk, strength
 from .verdict import Verdict, make_verdict
@@ -73,6 +74,7 @@ def render(record: AuditRecord, explained: Explained, subspaces: Subspaces) -> s
         groups=_groups(explained, verdict),
         classes=_classes(record, explained),
         charts=_charts(record, [colour.code for colour in colours]),
+        choice_rows=choice_rows(record.choice_of_k),
         certificate=_certificate(explained.certificate),
         data=_as_script(_data(record, explained, names)),
         css=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -213,16 +215,7 @@ def _charts(record: AuditRecord, colours: list[str]) -> dict[str, Markup]:
             f"{found['correlation']:.2f}.",
         )
     if record.choice_of_k:
-        found = record.choice_of_k
-        charts["choice"] = line_chart(
-            [
-                Line("least stable concept", found["n_subspaces"], found["index"], "one"),
-                Line("needed", found["n_subspaces"], found["threshold"], "faint"),
-            ],
-            "number of concepts K",
-            "stability",
-            f"Stability of the least stable concept by number of concepts; {found['best']} was chosen.",
-        )
+        charts |= choice_charts(record.choice_of_k)
     return charts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ _GOOD, _BAD, _GREY = "#1b7f4b", "#c8102e", "#8a8a8a"
 
 
 def choice_of_k(choice: ChoiceOfK) -> Figure:
-    """Why this number of concepts: stability, distinctness and the objective against K.
+    """Why this number of concepts: stability, distinctness, the objective and the splits against K.
 
     Parameters
     ----------
@@ -28,19 +28,21 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     Notes
     -----
     Above: the stability of each concept, a dot each, filled where it is stable, with the threshold (line) and
-    shuffled contexts (crosses), which may be as stable. Middle: the largest correlation of two concepts;
-    above the line, two of them are parts of one. Below: the objective on the images of a fit, on images left
-    out, and with shuffled contexts, which it must exceed. The chosen K is shaded.
+    shuffled contexts (crosses), which may be as stable. Second: the largest correlation of two concepts;
+    above the line, two of them are parts of one. Third: the objective on the images of a fit, on images left
+    out, and with shuffled contexts, which it must exceed. Below: a dot for each concept, with a line to the
+    concept of the smaller K that it correlates with most, the thicker the more; where two lines begin, a
+    concept splits. The chosen K is shaded.
     """
     from matplotlib.figure import Figure
 
     candidates = choice.candidates
     ks = [c.n_subspaces for c in candidates]
-    figure = Figure(figsize=(max(5.5, 1.5 + 0.5 * len(ks)), 7.2), layout="constrained")
-    stable, distinct, objective = figure.subplots(
-        3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.2, 1.2]}
+    figure = Figure(figsize=(max(5.5, 1.5 + 0.5 * len(ks)), 9.4), layout="constrained")
+    stable, distinct, objective, tree = figure.subplots(
+        4, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.2, 1.2, 1.8]}
     )
-    for axis in (stable, distinct, objective):
+    for axis in (stable, distinct, objective, tree):
         if choice.n_subspaces is not None:
             axis.axvspan(choice.n_subspaces - 0.4, choice.n_subspaces + 0.4, color=_GOOD, alpha=0.12)
         axis.spines[["top", "right"]].set_visible(False)
@@ -72,11 +74,11 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     if any(not c.are_distinct for c in candidates):
         distinct.text(
             1,
-            0.98,
+            0.04,
             "above 0: parts of one concept",
             transform=distinct.transAxes,
             ha="right",
-            va="top",
+            va="bottom",
             fontsize=8,
         )
 
@@ -86,10 +88,42 @@ def choice_of_k(choice: ChoiceOfK) -> Figure:
     )
     objective.plot(ks, [c.null_objective for c in candidates], "x:", color=_BAD, label="shuffled contexts")
     objective.set_ylabel("objective J")
-    objective.set_xlabel("number of concepts K")
-    objective.set_xticks(ks)
+    objective.set_ylim(bottom=0)
     objective.legend(fontsize=8)
+    _draw_splits(tree, choice)
+    tree.set_xlabel("number of concepts K")
+    tree.set_xticks(ks)
     return figure
+
+
+def _draw_splits(axis: Any, choice: ChoiceOfK) -> None:
+    """Concepts of each K above each other, in the order of their parents, with a line to each parent."""
+    heights = [list(range(choice.candidates[0].n_subspaces))]
+    for split in choice.splits:
+        above = heights[-1]
+        order = sorted(range(len(split.parent)), key=lambda child: (above[split.parent[child]], child))
+        heights.append([order.index(child) for child in range(len(order))])
+    places = [
+        [height - (len(column) - 1) / 2 for height in column] for column in heights
+    ]  # each column in the middle
+    for i, split in enumerate(choice.splits):
+        ends = [choice.candidates[i].n_subspaces, choice.candidates[i + 1].n_subspaces]
+        for child, parent in enumerate(split.parent):
+            width = 0.3 + 2.5 * max(0.0, float(split.correlation[child, parent]))
+            colour = _BAD if parent in split.divided else _GREY
+            axis.plot(
+                ends, [places[i][parent], places[i + 1][child]], color=colour, linewidth=width, zorder=1
+            )
+    for candidate, column in zip(choice.candidates, places, strict=True):
+        for is_stable, place in zip(candidate.is_stable, column, strict=True):
+            face = _GOOD if is_stable else "white"
+            edge = _GOOD if is_stable else _BAD
+            axis.plot(candidate.n_subspaces, place, "o", color=edge, markerfacecolor=face, zorder=2)
+    axis.plot([], [], color=_BAD, label="a concept that splits")
+    axis.plot([], [], color=_GREY, label="a concept that stays")
+    axis.legend(fontsize=8, loc="upper left")
+    axis.set_ylabel("splits")
+    axis.set_yticks([])
 
 
 def ablation_scatter(results: Mapping[str, ConceptAblation]) -> Figure:

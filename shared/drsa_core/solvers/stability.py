@@ -31,6 +31,8 @@ OVERLAP = 0.0
 FINAL_TOL = 1e-4
 #: Fewer images are nothing to draw from.
 FEWEST_IMAGES = 5
+#: Fits of each shuffle, at most: what is asked of them is how high the objective gets, which hardly varies.
+NULL_FITS = 3
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def stability(
     n_bootstraps, n_starts : int
         Fits on bootstraps over images, and fits on all images. Each has random starts of its own.
     n_shuffles : int
-        How many times contexts are shuffled over images, for the null. Each has as many fits again.
+        How many times contexts are shuffled over images, for the null. Each has up to three fits.
     threshold : float
         From which index on a concept is stable, up to 1.
     margin : float
@@ -200,11 +202,11 @@ def stability(
     repeated = Repeated(pairs, n_subspaces, solver)
     generator = np.random.default_rng(as_seed(random_state))
     resampled = [True] * n_bootstraps + [False] * n_starts
-    total = len(resampled) * (1 + n_shuffles)
+    total = number_of_fits(n_bootstraps, n_starts, n_shuffles)
     hidden = None if progress is None else not progress
     with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
 
-        def fits(repeated: Repeated) -> list[Run]:
+        def fits(repeated: Repeated, resampled: Sequence[bool] = resampled) -> list[Run]:
             runs = []
             for is_resampled in resampled:
                 runs.append(repeated.fit(is_resampled, generator))
@@ -214,8 +216,14 @@ def stability(
         runs, null = fits(repeated), []
         for _ in range(n_shuffles):
             shuffled = with_shuffled_contexts(pairs, generator)
-            null.append(fits(Repeated(shuffled, n_subspaces, solver)))
+            null.append(fits(Repeated(shuffled, n_subspaces, solver), resampled[:NULL_FITS]))
     return _summary(pairs, solver, repeated, runs, null, threshold, margin, as_seed(random_state), begin)
+
+
+def number_of_fits(n_bootstraps: int = 5, n_starts: int = 1, n_shuffles: int = 1) -> int:
+    """How many fits `stability` makes, those of shuffled contexts included."""
+    n_runs = n_bootstraps + n_starts
+    return n_runs + n_shuffles * min(n_runs, NULL_FITS)
 
 
 def check_images(pairs: Pairs) -> None:
