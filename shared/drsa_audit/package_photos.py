@@ -46,7 +46,7 @@ def find_photo(name: str) -> Image.Image:
     if name in photos:
         return photos[name]()
     if not Path(name).is_file():
-        raise ValueError(f"{name!r} is neither a file nor a photograph that a package brings: {', '.join(photos)}")
+        raise ValueError(f"{name!r} is neither a file nor a photograph of a package: {', '.join(photos)}")
     with Image.open(name) as image:
         return image.convert("RGB")
 
