@@ -7,7 +7,7 @@ that lies on the words of its topic; all other words and tokens count against it
 which topic is decided on the sentences that they were learned from.
 
     python examples/text_topics.py                   # the numbers that are reported
-    python examples/text_topics.py --by lrp          # LRP instead of Integrated Gradients; much faster
+    python examples/text_topics.py --by ig           # Integrated Gradients instead of LRP; much slower
     python examples/text_topics.py --settings        # how the layer was chosen, on a third set of sentences
 """
 
@@ -23,7 +23,6 @@ import torch
 from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
 from drsa_core.showcases.synthetic import match_masks
 from sentences import (
-    LAYER,
     SentenceEncoder,
     Similarity,
     explain,
@@ -69,6 +68,7 @@ TEMPLATES = (
     (("He wrote about", "I saw pictures of"), ("some {} near some {}", "my {} and your {}")),
 )
 LEARN, SETTINGS, REPORT = range(3)
+LAYER = "bert.encoder.layer.1"  # the best one for DRSA by `--settings --seeds 1`; layer 4 is DSA's and PCA's
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--learn", type=int, default=40, help="sentences to learn (default: %(default)s)")
     parser.add_argument("--test", type=int, default=10, help="sentences to look at (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="steps of the integral (default: %(default)s)")
-    parser.add_argument("--by", choices=("ig", "lrp"), default="ig", help="method (default: %(default)s)")
+    parser.add_argument("--by", choices=("lrp", "ig"), default="lrp", help="method (default: %(default)s)")
     parser.add_argument("--gamma", type=float, default=0.1, help="γ of LRP (default: %(default)s)")
     parser.add_argument("--layer", default=LAYER, help="where concepts are found (default: %(default)s)")
     parser.add_argument(
