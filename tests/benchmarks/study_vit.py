@@ -168,6 +168,9 @@ class Study:
             "Max-Rel d=1": maps_of(first("max_rel", MaxRel(1))),
             "random d=1": maps_of(lambda photo: drawn(photo, dims=[1])),
             "DRSA K=4": maps_of(lambda photo: self._fitted(photo, "drsa", DRSA(4, random_state=0))),
+            "DRSA balance=1 K=4": maps_of(
+                lambda photo: self._fitted(photo, "drsa_balanced", DRSA(4, balance=1.0, random_state=0))
+            ),
             "DSA K=4": maps_of(lambda photo: self._fitted(photo, "dsa", DSA(4, random_state=0))),
             "random K=4": maps_of(lambda photo: drawn(photo, n_subspaces=4)),
         }
