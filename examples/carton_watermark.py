@@ -145,22 +145,24 @@ def detection(
     subspaces: Subspaces,
     concept: int,
     both: Layer,
-    learned_maps: Tensor,
-    maps: Tensor,
+    learned_maps: Tensor | None,
+    maps: Tensor | None,
     options: argparse.Namespace,
 ) -> None:
-    """Print and draw how well scores tell marked photographs; `maps` are whole ones, (N, 3, H, W)."""
+    """Print and draw how well scores tell marked photographs; `maps` are whole ones (N, 3, H, W), or None."""
     has_mark = torch.arange(len(both.a)) >= len(both.a) // 2
     curves = {
         f"DRSA S{concept + 1}": rectified_relevance(both.relevance(subspaces))[:, concept],
         "logit of carton": both.output[:, CARTON],
-        "whole map": rectified_relevance(maps[:, None])[:, 0],
     }
-    spray = SpRAy(subspaces.n_subspaces, random_state=options.seed).fit(learned_maps)
-    distances = spray.distances(maps)
-    # As in Note J.1 a cluster may stand for either kind; the best cluster and sign count, in SpRAy's favour.
-    signed = torch.cat([distances, -distances], dim=1)
-    curves["SpRAy, best cluster"] = max(signed.T, key=lambda score: auroc(score, has_mark))
+    if learned_maps is not None and maps is not None:
+        curves["whole map"] = rectified_relevance(maps[:, None])[:, 0]
+        spray = SpRAy(subspaces.n_subspaces, random_state=options.seed).fit(learned_maps)
+        distances = spray.distances(maps)
+        # As in Note J.1 a cluster may stand for either kind; the best cluster and sign count, in SpRAy's
+        # favour.
+        signed = torch.cat([distances, -distances], dim=1)
+        curves["SpRAy, best cluster"] = max(signed.T, key=lambda score: auroc(score, has_mark))
     print(f"AUROC on {len(both.a) // 2} photographs without and with watermark")
     for name, score in curves.items():
         print(f"  {name:<22} {auroc(score, has_mark):.3f}")
@@ -225,7 +227,7 @@ def main() -> None:
     relevance = learned.relevance(subspaces)
     concept = watermark_concept(relevance, data.marked)
     print(f"concept of the watermark, chosen on the photographs learned from: S{concept + 1}")
-    learned_maps = None
+    learned_maps = maps = None
     if options.maps:
 
         def whole_maps(x: Tensor, name: str) -> Tensor:
@@ -233,7 +235,8 @@ def main() -> None:
             return torch.cat([gradient(part, relevance_at(CARTON))[1].detach() for part in batches])
 
         learned_maps, maps = whole_maps(data.learn, "maps, learned"), whole_maps(both_x, "maps")
-        detection(subspaces, concept, both, learned_maps, maps, options)
+    detection(subspaces, concept, both, learned_maps, maps, options)
+    if maps is not None:
         one = DisentangledAttributor(gradient, options.layer, subspaces.select([concept]), residual=True)
         split = tqdm(both_x[n:].split(4), desc="concept maps", unit="batch")
         parts = torch.cat([one(part, relevance_at(CARTON))[1].detach().sum(2) for part in split])
