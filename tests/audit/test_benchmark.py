@@ -15,6 +15,7 @@ pytest.importorskip("zennit")
 pytest.importorskip("matplotlib")
 
 from drsa_audit import BenchmarkSettings, Network, run_benchmark
+from drsa_audit.networks import SuitableRules
 from drsa_core.evaluation import Preprocessing
 from zennit.composites import EpsilonPlus
 
@@ -112,6 +113,37 @@ def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> 
     assert rows["nmf"]["separability"]["mean"] == pytest.approx(sum(by_class) / 3, abs=1e-5)
     with pytest.raises(ValueError, match="no method nonsense"):
         run_benchmark(replace(settings, methods=("nonsense",)), lambda line: None)
+
+
+def network_with_gamma() -> Network:
+    """A tiny EfficientNet with the rules that `load_network` gives to one."""
+    timm = pytest.importorskip("timm")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = timm.create_model("test_efficientnet", num_classes=4).eval()
+    rules = SuitableRules(model, (0.5,) * 3, (0.25,) * 3)
+    return Network(model, 64, Preprocessing.from_mean_std(0.5, 0.25), "blocks.1", rules)
+
+
+def test_gamma_is_compared_on_training_images(settings: BenchmarkSettings) -> None:
+    factory = f"{__name__}:network_with_gamma"
+    one = replace(settings, model=factory, backend="lrp", stages=("gamma",), gammas=(0.0, 1.0), val_images=1)
+    records = run_benchmark(one, lambda line: None)
+    assert [(r["class"], r["method"]) for r in records] == [
+        *(("001_a", "γ = 0"), ("003_b", "γ = 0")),
+        *(("001_a", "γ = 1"), ("003_b", "γ = 1")),
+    ]
+    assert records[0]["peakness"] != records[2]["peakness"]
+    rows = json.loads((settings.out / "summary.json").read_text())["tables"]["gamma"]["rows"]
+    assert rows["γ = 1"]["aupc"]["by_class"]["003_b"] == pytest.approx(records[3]["aupc"][0], abs=1e-5)
+    # The validation photographs play no part in it.
+    for file in (settings.data / "val").rglob("*.png"):
+        file.write_bytes((settings.data / "train" / "001_a" / "00.png").read_bytes())
+    again = replace(one, out=settings.out.parent / "again")
+    found = run_benchmark(again, lambda line: None)
+    assert [r["peakness"] for r in found] == [r["peakness"] for r in records]
+    chosen = replace(one, out=settings.out.parent / "other", gamma=1.0, gammas=(0.0,))
+    assert run_benchmark(chosen, lambda line: None)[0]["peakness"] == records[0]["peakness"]
 
 
 def test_time_that_is_over_leaves_what_there_is(settings: BenchmarkSettings) -> None:

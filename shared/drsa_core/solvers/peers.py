@@ -11,6 +11,7 @@ All but `Channels` need scikit-learn (extra `peers`), and look at activations on
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from typing import Any, Self
 
 import numpy as np
@@ -46,6 +47,13 @@ def orthonormalised(directions: Tensor) -> Tensor:
 
 class Directions(Estimator):
     """K directions and the rest of the space, whatever finds them; `_find` is what differs.
+
+    Parameters
+    ----------
+    n_subspaces : int
+        Number K of directions.
+    random_state : int or None
+        Seed, at least 0; the same seed gives the same result.
 
     Attributes
     ----------
@@ -159,8 +167,6 @@ class Channels(Directions):
 
 def _sklearn(module: str) -> Any:
     try:
-        from importlib import import_module
-
         return import_module(f"sklearn.{module}")
     except ImportError as error:
         raise ImportError("this method is scikit-learn's: pip install 'captum-zennit-drsa[peers]'") from error
