@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 
 import timm
 import torch
@@ -31,8 +32,9 @@ def main() -> None:
     parser.add_argument("--concepts", type=int, default=4, help="number K (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds of one thread, not wall-clock time")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1 if options.cpu else options.threads)
     torch.manual_seed(0)
     model = perturb(timm.create_model(options.model, pretrained=False).eval())
     x = torch.rand(1, 3, options.size, options.size) * 2 - 1
@@ -61,9 +63,11 @@ def main() -> None:
 
     difference = (shared() - repetition()).abs().max() / repetition().abs().max()
     runs = {"one map": one_map, f"K = {options.concepts} maps": shared, "K maps by repetition": repetition}
-    seconds = seconds_in_turn(runs, options.repeats)
+    clock = time.process_time if options.cpu else time.perf_counter
+    seconds = seconds_in_turn(runs, options.repeats, clock=clock)
     threads = torch.get_num_threads()
     setting = f"{options.model}, {options.size}×{options.size}, {options.layer}, {threads} thread(s)"
+    setting += ", CPU seconds" if options.cpu else ""
     print(f"{setting}, median of {options.repeats}; both ways differ by {difference:.0e} of the maximum\n")
     print("| way | seconds | × one map |")
     print("|---|---|---|")

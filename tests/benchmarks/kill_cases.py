@@ -15,7 +15,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
 
-from drsa_audit import audit_steps, find_classes  # noqa: E402
+from drsa_audit import audit_steps, find_classes, fitting  # noqa: E402
 from drsa_audit.jobs import learned_job, single_job  # noqa: E402
 from drsa_audit.work import Work  # noqa: E402
 from drsa_core import DRSA, Pairs, PairStore, Subspaces, fit_many, joined_ranks  # noqa: E402
@@ -230,14 +230,18 @@ class Audit(Case):
     def run(self, folder: Path, log: Path) -> None:
         """As in `Case`."""
         # The process was forked for this run and ends with it: nothing has to be put back.
-        explain, remembered = audit_steps._explain_batch, Work.remembered
-        steps: Any = audit_steps
-        steps._explain_batch = noting(log, "map", explain)
+        places: list[tuple[Any, str, str]] = [
+            (audit_steps, "_explain_batch", "map"),
+            (audit_steps, "patch_flipping", "flipping"),
+            (fitting, "learn", "fit"),
+        ]
+        for module, name, kind in places:
+            setattr(module, name, noting(log, kind, getattr(module, name)))
+        remembered, patched = Work.remembered, vars(audit_steps)["Work"]
 
         def noting_steps(work: Work, name: str, key: Any, make: Callable[[], Any]) -> Any:
             return remembered(work, name, key, noting(log, "step", make))
 
-        patched: Any = Work
         patched.remembered = noting_steps
         out, names = folder / "report.html", folder.parent / "names.json"
         words = ("--train", self.train, "--test", self.test, "--target", "blobs", "--out", out)
@@ -255,10 +259,16 @@ class Audit(Case):
         for file in work.glob("[!.]*.safetensors"):
             load_file(file)
         maps = [load_file(file) for file in work.glob("explained-*/[!.]*.safetensors")]
-        steps = [json.loads(file.read_text()) for file in work.glob("[!.]*-*.json")]
+        written = [
+            file.name.split("-")[0] for file in work.glob("[!.]*-*.json") if json.loads(file.read_text())
+        ]
         if page.exists() and not page.read_text().rstrip().endswith("</html>"):
             raise ValueError(f"damaged: {page}")
-        return {"map": len(maps), "step": len(steps)}
+        kinds = {"learned": "fit", "flipping": "flipping"}
+        units = {"map": len(maps), "fit": 0, "flipping": 0, "step": 0}
+        for name in written:
+            units[kinds.get(name, "step")] += 1
+        return units
 
     def result(self, folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
         """As in `Case`."""

@@ -121,6 +121,9 @@ def try_case(case: Case, kills: int, generator: random.Random, place: Path) -> d
     if codes != [0] * case.n_ranks:
         raise RuntimeError((reference / "error0.txt").read_text())
     expected = case.result(reference / "out")
+    begun, done = noted(reference / "begun"), case.units(reference / "out")
+    if any(begun.count(kind) != n for kind, n in done.items()):
+        raise RuntimeError(f"{case.name}: begun and finished units differ: {begun}, {done}")
     row: dict[str, Any] = {
         "case": case.name,
         "seconds": length,

@@ -32,9 +32,12 @@ def operations(run: Callable[[], object]) -> int:
 
 
 def seconds_in_turn(
-    runs: Mapping[str, Callable[[], object]], repeats: int, warm_up: bool = True
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warm_up: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, `repeats` of each, by name.
+    """Seconds of each run, `repeats` of each, by name; with `time.process_time` those of the CPU.
 
     They take turns, so that a slow minute of the machine meets all of them. Progress goes to standard error.
     """
@@ -44,9 +47,9 @@ def seconds_in_turn(
             run()
     for _ in range(repeats):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
             print(f"{name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return seconds
 

@@ -191,7 +191,8 @@ def test_without_timm_the_extra_is_named(monkeypatch):
 
 
 def test_one_forward_pass_serves_k_maps():
-    model, runs = nfnet("dm_nfnet_f0"), []
+    model: Any = nfnet("dm_nfnet_f0")
+    runs: list[int] = []
     model.register_forward_pre_hook(lambda *_: runs.append(1))
     split = RandomSubspaces(2, random_state=0).fit(torch.randn(2, model.head.fc.in_features)).subspaces_
     attributor = DisentangledAttributor(Gradient(model, NFNetGamma(LOW, HIGH)), "final_conv", split)
@@ -204,7 +205,7 @@ def test_one_forward_pass_serves_k_maps():
     assert len(runs) == 4
 
 
-class Unknown(Canonizer):
+class Unknown(Canonizer):  # type: ignore[misc]
     """A canonizer that does nothing, and does not say so."""
 
     def apply(self, root_module):
