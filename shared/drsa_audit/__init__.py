@@ -10,7 +10,8 @@ explains and evaluates; an interrupted run goes on), `results`, `tables`, `figur
 
 For an audit: `opening` and `folders` (model, class and files from what a user names), `layers` and `choice`
 (where and how to explain), `session`, `concepts` and `audit_steps` (what is done), `work` (what is kept),
-`findings`, `record` and `report` (what it says), `auditing` and `fitting` (all of it in one call), `command`.
+`findings`, `record` and `report` (what it says), `auditing`, `fitting` and `many` (all of it in one call),
+`command`.
 
 Names are loaded when they are used: the command can then say what is not installed, and starts fast.
 """

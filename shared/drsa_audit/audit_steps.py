@@ -238,6 +238,8 @@ def _joined_certificate(parts: list[dict[str, Any]]) -> dict[str, Any]:
             joined[name] = values[0] if values else None
         elif isinstance(values[0], int | float):
             joined[name] = max(values) if "_to_" in name else sum(values) / len(values)
+        elif isinstance(values[0], dict):
+            joined[name] = {part: sum(v[part] for v in values) / len(values) for part in values[0]}
         else:
             joined[name] = values[0]
     return joined

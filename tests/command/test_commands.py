@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,14 @@ def test_fit_chooses_how_many_concepts(folders, tmp_path, monkeypatch) -> None:
 
 def test_every_long_step_says_before_how_long_it_takes(folders, tmp_path, capsys) -> None:
     train, test = (folder / "0_blobs" for folder in folders)
-    settings = {"target": 0, "layer": "4", "subspaces": 2, "mean": [0.5] * 3, "std": [0.25] * 3, "size": SIZE}
+    settings: dict[str, Any] = {
+        "target": 0,
+        "layer": "4",
+        "subspaces": 2,
+        "mean": [0.5] * 3,
+        "std": [0.25] * 3,
+        "size": SIZE,
+    }
     model = network()
     for shown in (True, False):
         out = tmp_path / f"report{shown}.html"

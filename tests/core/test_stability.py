@@ -56,6 +56,7 @@ def test_images_are_drawn_not_pairs() -> None:
         per_image = [times[own].unique() for own in rows.values()]
         assert all(len(counts) == 1 for counts in per_image)
         assert sum(int(counts) for counts in per_image) == 3
+        assert (times == 0).any()  # one image at least is left to test on
 
 
 def test_shuffled_contexts_come_from_one_other_image() -> None:
@@ -146,6 +147,22 @@ def test_there_is_none_in_shuffled_data() -> None:
     assert found.n_subspaces is None
     assert found.subspaces is None
     assert "there is no K" in str(found)
+
+
+def test_few_images_with_their_own_contexts_beat_chance() -> None:
+    """Many directions, few images: on its own images a fit is good whatever their contexts; others tell."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.arange(12).repeat_interleave(5)
+    shown = torch.randint(2, (60,), generator=generator)
+    directions = torch.linalg.qr(torch.randn(40, 40, generator=generator)).Q[:, :2].T
+    a, c = (directions[shown] + 0.15 * torch.randn(60, 40, generator=generator) for _ in range(2))
+    pairs = Pairs(a, c, image)
+    own = stability(pairs, 2, n_bootstraps=3, progress=False)
+    assert own.held_out_objective < 0.9 * own.objective
+    assert own.beats_chance
+    assert not stability(
+        with_shuffled_contexts(pairs, np.random.default_rng(0)), 2, progress=False
+    ).beats_chance
 
 
 def test_patience_ends_the_search() -> None:

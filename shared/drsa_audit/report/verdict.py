@@ -142,9 +142,10 @@ def _cautions(
         weak = [k for k, stable in enumerate(record.stability["is_stable"]) if not stable]
         listed = _listed([f"{{S{k}}}" for k in weak])
         verb = "does" if len(weak) == 1 else "do"
-        found.append(
-            Caution(f"{listed} {verb} not come back in other fits: give no name and draw no conclusion.")
-        )
+        why = f"{verb} not come back in other fits"
+        if not record.stability.get("beats_chance", True):
+            why = "may be chance: shuffled evidence gives concepts as strong"
+        found.append(Caution(f"{listed} {why}. Give no name and draw no conclusion."))
     if unusual:
         n = len(unusual)
         what = "image has an" if n == 1 else "images have an"

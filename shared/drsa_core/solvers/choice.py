@@ -92,7 +92,7 @@ def choose_k(
     solver: DRSA | None = None,
     n_bootstraps: int = 5,
     n_starts: int = 1,
-    n_shuffles: int = 1,
+    n_shuffles: int = 2,
     threshold: float = THRESHOLD,
     margin: float = MARGIN,
     patience: int | None = 2,

@@ -22,8 +22,13 @@ def rows_by_image(image: Tensor) -> Rows:
 
 
 def bootstrap(rows: Rows, generator: np.random.Generator) -> Tensor:
-    """How many times each row occurs, (N,), if as many images as there are get drawn with replacement."""
+    """How many times each row occurs, (N,), if as many images as there are get drawn with replacement.
+
+    Of two images or more, at least one is left out: the rare draw of all of them is made again.
+    """
     drawn = generator.integers(len(rows), size=len(rows))
+    while len(rows) > 1 and len(np.unique(drawn)) == len(rows):
+        drawn = generator.integers(len(rows), size=len(rows))
     counts = np.bincount(drawn, minlength=len(rows))
     times = torch.zeros(sum(len(own) for own in rows.values()))
     for own, count in zip(rows.values(), counts.tolist(), strict=True):
