@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
+
+from drsa_core.atomic_files import write_atomically
 
 from .experiment import Record
 from .results import BEST_IS_LOW, CLASS_METRICS, Results
@@ -61,14 +64,19 @@ def write_tables(
     """Write tables.md, tables.csv, tables.json and summary.json, and return the Markdown."""
     summary = summarise_records(records, layer, n_subspaces, about)
     text = render(summary)
-    (out / "tables.md").write_text(text)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1, default=str))
     rows = rows_of(Results(records))
-    (out / "tables.json").write_text(json.dumps(rows, indent=1))
-    with (out / "tables.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [name for name in (rows[0] if rows else {}) if name != "by_class"])
-        writer.writeheader()
-        writer.writerows({name: v for name, v in row.items() if name != "by_class"} for row in rows)
+    sheet = io.StringIO(newline="")
+    writer = csv.DictWriter(sheet, [name for name in (rows[0] if rows else {}) if name != "by_class"])
+    writer.writeheader()
+    writer.writerows({name: v for name, v in row.items() if name != "by_class"} for row in rows)
+    files = {
+        "tables.md": text,
+        "summary.json": json.dumps(summary, indent=1, default=str),
+        "tables.json": json.dumps(rows, indent=1),
+        "tables.csv": sheet.getvalue(),
+    }
+    for name, content in files.items():
+        write_atomically(out / name, [content.encode()])
     return text
 
 
