@@ -178,6 +178,14 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40, help="steps (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.004, help="step size (default: %(default)s)")
     parser.add_argument(
+        "--betas",
+        type=float,
+        nargs=2,
+        default=(10.0, 100.0),
+        metavar=("FIRST", "LAST"),
+        help="of softplus, which takes the place of ReLU; large for small activations (default: 10 100)",
+    )
+    parser.add_argument(
         "--max-change", type=float, default=16 / 255, help="of a value in 0…1 (default: 16/255)"
     )
     parser.add_argument("--size", type=int, default=160, help="height and width (default: %(default)s)")
@@ -217,6 +225,7 @@ def main() -> None:
                 goal,
                 n_iter=options.iterations,
                 lr=options.lr,
+                betas=(options.betas[0], options.betas[1]),
                 bounds=case.bounds,
                 max_change=options.max_change * case.span,
             )
