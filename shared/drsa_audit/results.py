@@ -43,8 +43,8 @@ class Series:
         return [name for name, _ in self.images]
 
     def has(self, metric: str) -> bool:
-        """Whether the metric was computed."""
-        return metric in self.values or metric in self.by_class
+        """Whether the metric was computed, for all classes: a run may have been cut short."""
+        return metric in self.values or set(self.classes) <= set(self.by_class.get(metric, ()))
 
     def summary(self, metric: str) -> Summary:
         """Mean over images and classes, with its standard error."""

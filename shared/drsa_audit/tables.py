@@ -113,7 +113,7 @@ def table_of(table: dict[str, Any]) -> str:
     for m in metrics:
         choose = min if m in BEST_IS_LOW else max
         having = [method for method in rivals if m in rows[method]]
-        best[m] = choose(having, key=lambda method: rows[method][m]["mean"]) if having else ""
+        best[m] = choose(having, key=lambda method: rows[method][m]["mean"]) if len(having) > 1 else ""
     lines = [f"| | {' | '.join(TITLES[m] for m in metrics)} | images |", "|---" * (len(metrics) + 2) + "|"]
     for method in ordered(rows):
         row = rows[method]
