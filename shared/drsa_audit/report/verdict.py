@@ -187,11 +187,11 @@ def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[C
         found.append(Caution(f"{lost:.0%} of the evidence sits on zero activations, and is in no map."))
     share = certificate.get("share_of_score")
     if share is not None and not LOW_COVERAGE <= share <= 2 - LOW_COVERAGE:
-        found.append(
-            Caution(
-                f"The maps add up to {share:.0%} of the score: biases and stabilisers hold the difference."
-            )
+        kept = certificate.get("kept") or {}
+        listed = _listed(
+            [f"{name} ({part:.0%})" for name, part in kept.items()] or ["biases and stabilisers"]
         )
+        found.append(Caution(f"The maps add up to {share:.0%} of the score: {listed} hold the difference."))
     if record.ablation and record.ablation["correlation"] < 0.5:
         found.append(
             Caution("Taking concepts out of the network has another effect than their relevance says.")
