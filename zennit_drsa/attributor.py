@@ -288,12 +288,15 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     # ------------------------------------------------------------------ checks
 
     def _origin(self) -> dict[str, Any]:
-        return {
-            "backend": "zennit",
-            "method": self._method(),
-            "layer": self.layer_name,
-            "model": self._fingerprint,
-        }
+        # Inside of the context: rules are known once the composite is registered.
+        return self._in_context(
+            lambda: {
+                "backend": "zennit",
+                "method": self._method(),
+                "layer": self.layer_name,
+                "model": self._fingerprint,
+            }
+        )
 
     def _known_model(self) -> nn.Module:
         return self.model

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from drsa_core import PairStore, context_from_relevance
+from drsa_core import PRCA, PairStore, context_from_relevance, fit_many
 from torch import nn
+from zennit.attribution import Gradient
 from zennit.composites import EpsilonPlus
 
 from tests.closeness import assert_same
 from tests.zennit_adapter.models import slot_at, small_input, small_model
 from tests.zennit_adapter.test_attributor import lower, upper
-from zennit_drsa import collect
+from zennit_drsa import DisentangledAttributor, collect
 
 
 def test_contexts_without_a_composite_are_gradients():
@@ -128,3 +129,19 @@ def test_bad_input():
     spatial = nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)).double()
     with pytest.raises(ValueError, match="does not fit the model's output of shape"):
         collect(spatial, None, "0", [input], 0, progress=False)
+
+
+def test_subspaces_of_many_classes_know_where_they_come_from(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    ).eval()
+    batches = [(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))]
+    attributor = DisentangledAttributor(Gradient(model, EpsilonPlus()), "1")  # not entered
+    found = fit_many(attributor, batches, tmp_path, PRCA(2)).subspaces(1)
+    own = attributor.collect([batches[0][0]], 1, random_state=0).provenance
+    assert own is not None
+    assert found.provenance is not None
+    assert (found.provenance.model, found.provenance.method) == (own.model, own.method)
+    strict = DisentangledAttributor(Gradient(model, EpsilonPlus()), "1", found, strict=True)
+    assert strict.explain(batches[0][0], 1).maps.shape == (4, found.n_subspaces, 3, 8, 8)
