@@ -64,7 +64,8 @@ class Page:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self._asked(request.url, file))
         self.page.goto(file.as_uri())
-        self.page.wait_for_function("document.getElementById('view-caption').textContent")
+        # Not by a function that is polled: the page forbids to evaluate strings.
+        self.page.locator("#view-caption:not(:empty)").wait_for(state="attached")
 
     def _heard(self, message: Any) -> None:
         if message.type in ("error", "warning"):
