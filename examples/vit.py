@@ -91,9 +91,7 @@ def main() -> None:
         explanation.maps[0],
         explanation.subspaces.names,
         whole=explanation.whole[0] if explanation.whole is not None else None,
-        title=f"output {target}: {float(output[target]):.2f} · {layer} · {explanation.provenance.method}"[
-            :90
-        ],
+        title=f"output {target}: {float(output[target]):.2f} · {layer}",
         pool=model.patch_embed.patch_size[0],  # a transformer sees patches; inside of one, LRP is grain
         overlay=True,
         scale="concepts",
