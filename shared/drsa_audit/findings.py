@@ -98,10 +98,9 @@ def two_groups(relevance: Tensor) -> list[TwoGroups]:
     or not there, regardless of the object, is what a watermark looks like. Concepts with nearly the same
     images are one finding.
 
-    Natural attributes may come in two kinds as well. `tests/benchmarks/bench_shortcut.py` counts how often a
-    planted watermark is found, and how often there is a finding without one. On seeds 1 to 3 a watermark on
-    nine in ten training images was found three times of three, one on half of them not in two (the network
-    then leans on it a little everywhere), and there was no finding without a watermark in three.
+    Natural attributes may come in two kinds as well, and a watermark on half of the training images may be
+    missed: the network then leans on it a little everywhere. `tests/benchmarks/bench_shortcut.py` counts how
+    often a planted watermark is found, and how often there is a finding without one.
     """
     found: list[TwoGroups] = []
     shares_of_images = steady_shares(relevance)
