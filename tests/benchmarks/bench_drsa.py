@@ -129,7 +129,7 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], options: argparse.Namespace)
     for name, (a, c) in sets.items():
         objective, found = objective_of(a, c, options.subspaces), []
         keys = [
-            f"{name} K={options.subspaces} seed {seed}, {options.iterations} iterations"
+            f"{name} N={len(a)} K={options.subspaces} seed {seed}, {options.iterations} iterations"
             for seed in options.seeds
         ]
         for key, seed in zip(keys, options.seeds, strict=True):
@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument(
         "--collect", nargs=5, metavar=("NETWORK", "WEIGHTS", "LAYER", "FOLDER", "OUT"), help="make a file"
     )
+    parser.add_argument("--take", type=int, metavar="N", help="only so many pairs of each file, evenly spread")
     parser.add_argument("--subspaces", type=int, default=4, help="K (default: %(default)s)")
     parser.add_argument(
         "--iterations", type=int, default=5000, help="of the paper's loop (default: %(default)s)"
@@ -250,7 +251,8 @@ def main() -> None:
     for file in options.pairs:
         with np.load(file) as arrays:
             a, c = (torch.as_tensor(arrays[name]).float() for name in ("a", "c"))
-        sets[file.stem] = (a, c)
+        every = max(1, len(a) // options.take) if options.take else 1
+        sets[file.stem] = (a[::every], c[::every])
     if options.synthetic or not sets:
         sets["synthetic"] = synthetic(*(options.synthetic or (2000, 128)))
     if not options.only_sizes:
