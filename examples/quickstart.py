@@ -116,6 +116,10 @@ def report(explained: Sequence[Explained]) -> None:
             ", ".join(f"{name} {part:.3g}" for name, part in zip(one.subspaces.names, parts, strict=True)),
         )
         print(
+            f"  the other {one.logit - total:.3g} of the logit belongs to biases above the layer, or to the baseline:"
+        )
+        print("  no pixel answers for it, so that little or less than nothing may be left for the map")
+        print(
             f"  relevance at the pixels {float(one.whole.sum()):.3g}; the sum of the concepts' maps differs"
         )
         print(f"  from the standard map by at most {error:.1e} of its maximum")

@@ -163,6 +163,20 @@ def test_the_verdict_says_what_is_wrong(parts) -> None:
     assert "Stable: no." in make_verdict(chance, explained).facts[0]
 
 
+def test_the_verdict_names_concepts_that_count_against_the_class(parts) -> None:
+    record, explained, _ = parts
+    relevance = torch.tensor([[3.0, -2.0]]).repeat(len(explained), 1)
+    lead = make_verdict(record, replace(explained, relevance=relevance)).lead
+    assert "{S0} (100%) and {S1} (0%, on average against the class)" in lead
+
+
+def test_the_verdict_compares_with_the_one_map_too(parts) -> None:
+    record, explained, _ = parts
+    curves = {"concepts": {"aupc": 2.0}, "one map": {"aupc": 1.75}, "random": {"aupc": 2.5}}
+    facts = make_verdict(replace(record, flipping={"curves": curves}), explained).facts
+    assert any("2.00 against 2.50; by the one map 1.75" in fact for fact in facts)
+
+
 def test_charts_say_what_they_show() -> None:
     text = line_chart(
         [Line("<a>", [0, 1], [1, 2], "one"), Line("b", [0, 1], [3, 3], "two")], "x", "y", 'it "is"'

@@ -63,7 +63,13 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     unusual = outliers(relevance, reference)
     n_right = int((explained.rank == 1).sum())
     name = record.target["name"]
-    listed = _listed([f"{{S{k}}} ({share:.0%})" for k, share in enumerate(of_concepts.tolist())])
+    means = relevance.mean(0).tolist()
+    listed = _listed(
+        [
+            f"{{S{k}}} ({share:.0%}{', on average against the class' if mean < 0 else ''})"
+            for k, (share, mean) in enumerate(zip(of_concepts.tolist(), means, strict=True))
+        ]
+    )
     lead = (
         f"The model predicts “{name}” for {n_right} of {n_images} test images. "
         f"Its evidence for that class splits into {len(of_concepts)} concepts: {listed}."
@@ -124,12 +130,13 @@ def _effect_facts(record: AuditRecord) -> list[str]:
         )
     if record.flipping:
         curves = record.flipping["curves"]
-        ours, chance = curves["concepts"]["aupc"], curves["random"]["aupc"]
+        ours, one, chance = (curves[name]["aupc"] for name in ("concepts", "one map", "random"))
         if chance > 0:
             faster = "faster" if ours < chance else "no faster"
             facts.append(
                 f"Pixels: removing what the maps point at makes the score fall {faster} than removing "
-                f"patches at random (area under the curve {ours:.2f} against {chance:.2f})."
+                f"patches at random (area under the curve {ours:.2f} against {chance:.2f}; by the one map "
+                f"{one:.2f})."
             )
     return facts
 
