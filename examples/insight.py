@@ -87,9 +87,7 @@ def main() -> None:
     parser.add_argument("--network", default="efficientnet_lite0", help="as of drsa (default: %(default)s)")
     parser.add_argument("--weights", type=Path, help="of the network, a .safetensors file")
     parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
-    parser.add_argument(
-        "--positions", type=int, default=20, help="pairs of each image (default: %(default)s)"
-    )
+    parser.add_argument("--positions", type=int, default=20, help="pairs of an image (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=8, help="number of concepts (default: %(default)s)")
     parser.add_argument("--balance", type=float, default=0.0, help="of DRSA (default: %(default)s)")
     parser.add_argument(
