@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -68,13 +69,15 @@ def data(
     return x[one], labels[one], x[two], labels[two], names
 
 
-def three_axes(table: ClassConceptTable) -> tuple[int, int, int]:
-    """Three concepts to draw: shared ones first, then by how far they surpass the other classes."""
+def three_axes(table: ClassConceptTable, is_stable: Sequence[bool]) -> tuple[int, int, int]:
+    """Three concepts to draw: stable ones with evidence for a class, shared ones, then by their margin."""
     margin = ((table.class_quantiles - table.overall_quantiles) / table.overall_quantiles.abs()).amax(0)
     n_classes = table.specific.sum(0)
-    first, second, third = sorted(range(len(margin)), key=lambda k: (-int(n_classes[k]), -float(margin[k])))[
-        :3
-    ]
+
+    def rank(k: int) -> tuple[bool, bool, int, float]:
+        return not is_stable[k], table.overall_quantiles[k] <= 0, -int(n_classes[k]), -float(margin[k])
+
+    first, second, third = sorted(range(len(margin)), key=rank)[:3]
     return first, second, third
 
 
@@ -148,8 +151,10 @@ def main() -> None:
         f"{n_specific} belong to one class, {options.concepts - n_specific - len(table.shared)} to none"
     )
 
-    relevance_boxes(relevance, other_labels, table, class_names).savefig(options.out / "boxes.png", dpi=110)
-    figure = relevance_scatter(relevance, other_labels, three_axes(table), names)
+    figure = relevance_boxes(relevance, other_labels, table, class_names, concept_names)
+    figure.savefig(options.out / "boxes.png", dpi=110)
+    axes = three_axes(table, found.is_stable)
+    figure = relevance_scatter(relevance, other_labels, axes, names, concept_names)
     figure.savefig(options.out / "scatter.png", dpi=110)
     for label, n in table.prototypes(relevance, other_labels).items() if options.prototypes else ():
         maps = attributor.explain(other[n : n + 1], label, whole=False).maps

@@ -47,7 +47,10 @@ def test_boxes_mark_specific_concepts() -> None:
     relevance = RELEVANCE.clone()
     relevance[LABELS == 1, 2] += 10
     table = match_concepts(relevance, LABELS, 0.75, 0.85)
-    figure = relevance_boxes(relevance, LABELS, table, ["a", "b", "c"])
+    figure = relevance_boxes(relevance, LABELS, table, ["a", "b", "c"], ["one", "(2)", "three", "four"])
+    assert [axis.get_title() for axis in figure.axes] == ["one", "(2)", "three", "four"]
+    with pytest.raises(ValueError, match="4 strings, one for each concept, got 1"):
+        relevance_boxes(relevance, LABELS, table, concept_names=["one"])
     assert len(figure.axes) == 4
     for k, axis in enumerate(figure.axes):
         red = [patch.get_facecolor()[0] > patch.get_facecolor()[1] for patch in axis.patches]

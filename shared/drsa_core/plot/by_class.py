@@ -87,7 +87,11 @@ def confusion_matrices(matrices: Mapping[str, Tensor], names: Sequence[str] | No
 
 
 def relevance_boxes(
-    relevance: Tensor, labels: Tensor, table: ClassConceptTable, names: Sequence[str] | None = None
+    relevance: Tensor,
+    labels: Tensor,
+    table: ClassConceptTable,
+    names: Sequence[str] | None = None,
+    concept_names: Sequence[str] | None = None,
 ) -> Figure:
     """Box plots of R_k for each class and concept; boxes of specific concepts are red (Fig. 9).
 
@@ -103,6 +107,8 @@ def relevance_boxes(
         From `match_concepts(relevance, labels)`.
     names : sequence of str, optional
         Names of the classes, in the order of `table.classes`.
+    concept_names : sequence of str, optional
+        Names of the K concepts. Default: S1, S2, …
     """
     from matplotlib.figure import Figure
 
@@ -113,6 +119,7 @@ def relevance_boxes(
         raise ValueError(
             f"the table is of {len(table.overall_quantiles)} concepts, relevance of {n_concepts}"
         )
+    titles = _concept_names(concept_names, n_concepts)
     missing = set(table.classes) - set(labels.tolist())
     if missing:
         raise ValueError(f"labels hold no image of the table's classes {sorted(missing)}")
@@ -138,7 +145,7 @@ def relevance_boxes(
             for line in (*artists["whiskers"], *artists["caps"], *artists["medians"]):
                 line.set(color="black" if line is artists["medians"][0] else colour)
         axis.axvline(float(table.overall_quantiles[k]), color="#1f4e9c", linestyle="--", linewidth=1)
-        axis.set_title(f"S{k + 1}")
+        axis.set_title(titles[k])
         axis.locator_params(axis="x", nbins=3)
         axis.tick_params(axis="x", labelsize=8)
         axis.set_yticks(range(len(class_names)), class_names)
@@ -152,6 +159,7 @@ def relevance_scatter(
     labels: Tensor,
     concepts: tuple[int, int, int],
     names: Mapping[int, str] | None = None,
+    concept_names: Sequence[str] | None = None,
 ) -> Figure:
     """Images in the space of three concepts, coloured by class (Fig. 10, left).
 
@@ -163,6 +171,8 @@ def relevance_scatter(
         The concepts of the axes.
     names : mapping from int to str, optional
         Names of the classes.
+    concept_names : sequence of str, optional
+        Names of the K concepts. Default: S1, S2, …
     """
     from matplotlib.figure import Figure
 
@@ -171,13 +181,24 @@ def relevance_scatter(
     concepts = tuple(as_int(k, "every entry of concepts") for k in concepts)  # type: ignore[assignment]
     if len(concepts) != 3 or not all(0 <= k < n_concepts for k in concepts):
         raise ValueError(f"concepts must be three numbers below K = {n_concepts}, got {concepts}")
+    titles = _concept_names(concept_names, n_concepts)
     figure = Figure(figsize=(5.6, 4.8), layout="constrained")
     axis = figure.add_subplot(projection="3d")
     for label in labels.unique().tolist():
         points = relevance[labels == label][:, torch.tensor(concepts)].numpy()
         name = str(label) if names is None else names.get(label, str(label))
         axis.scatter(*points.T, s=22, label=name, depthshade=False, edgecolors="white", linewidths=0.4)
-    axis.set(**{f"{d}label": f"R of S{k + 1}" for d, k in zip("xyz", concepts, strict=True)})
+    axis.set(**{f"{d}label": f"R of {titles[k]}" for d, k in zip("xyz", concepts, strict=True)})
     axis.legend(loc="upper left", fontsize=8)
     axis.view_init(elev=22, azim=35)
     return figure
+
+
+def _concept_names(names: Sequence[str] | None, n_concepts: int) -> list[str]:
+    if names is None:
+        return [f"S{k + 1}" for k in range(n_concepts)]
+    if len(names) != n_concepts:
+        raise ValueError(
+            f"concept_names must be {n_concepts} strings, one for each concept, got {len(names)}"
+        )
+    return [str(name) for name in names]
