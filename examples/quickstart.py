@@ -116,7 +116,7 @@ def report(explained: Sequence[Explained]) -> None:
             ", ".join(f"{name} {part:.3g}" for name, part in zip(one.subspaces.names, parts, strict=True)),
         )
         print(
-            f"  the other {one.logit - total:.3g} of the logit is that of biases above the layer or a baseline:"
+            f"  the other {one.logit - total:.3g} of the logit is in biases above the layer or in a baseline:"
         )
         print("  no pixel answers for it, so that little or less than nothing may be left for the map")
         print(
