@@ -115,9 +115,7 @@ def report(explained: Sequence[Explained]) -> None:
             f"  relevance at the layer {total:.3g}:",
             ", ".join(f"{name} {part:.3g}" for name, part in zip(one.subspaces.names, parts, strict=True)),
         )
-        print(
-            f"  the other {one.logit - total:.3g} of the logit is in biases above the layer or in a baseline:"
-        )
+        print(f"  the other {one.logit - total:.3g} of the logit is in biases above the layer or a baseline:")
         print("  no pixel answers for it, so that little or less than nothing may be left for the map")
         print(
             f"  relevance at the pixels {float(one.whole.sum()):.3g}; the sum of the concepts' maps differs"
