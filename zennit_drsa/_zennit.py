@@ -126,6 +126,11 @@ def kept(hook: Hook, name: str) -> Any:
     return hook.stored_tensors[name]
 
 
+def keeps_of_forward(hook: Hook) -> bool:
+    """Whether a hook keeps something of the forward pass, so that its rule is that of the last run alone."""
+    return any(name != "grad_output" for name in hook.stored_tensors)
+
+
 @contextmanager
 def replaced_method(hook: Hook, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Another `backward` or `pre_backward` for one hook; Zennit looks them up at every pass."""

@@ -36,6 +36,7 @@ from .explained import (
     targets_in,
 )
 from .nonfinite import check_finite
+from .reuse import refused_second_runs
 
 _T = TypeVar("_T")
 
@@ -259,9 +260,13 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         """`work(input)` with the composite registered."""
         _check_input(input)
 
+        def once() -> _T:
+            refused_second_runs(self.model).watch()  # the guard takes its hooks off
+            return work(input.detach().clone())
+
         def checked() -> _T:
             self._check_canonizers(input)
-            return guarded(self.model, lambda: work(input.detach().clone()))
+            return guarded(self.model, once)
 
         return self._in_context(checked)
 

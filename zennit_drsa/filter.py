@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
 from ._zennit import describe_method, holds_relevance
+from .reuse import SecondRuns, refused_second_runs
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
 
@@ -195,6 +196,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         self._handles: list[RemovableHandle] = []
         self._hook_handle: RemovableHandle | None = None
         self._n_runs = 0
+        self._second_runs: SecondRuns | None = None
 
     def apply(self, root_module: nn.Module) -> list[SubspaceFilter]:
         """Insert the virtual layer and return the instance that removes it."""
@@ -231,7 +233,9 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         for handle in [*self._handles, self._hook_handle]:
             if handle is not None:
                 handle.remove()
-        self._handles, self._hook_handle = [], None
+        if self._second_runs is not None:
+            self._second_runs.remove()
+        self._handles, self._hook_handle, self._second_runs = [], None, None
         self.module = self._virtual_layer = None
 
     def copy(self) -> SubspaceFilter:
@@ -251,8 +255,13 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         self._n_runs = 0
+        if self._second_runs is None:  # a composite adds its rules after its canonizers
+            self._second_runs = refused_second_runs(module)
+        self._second_runs.start()
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._second_runs is not None:
+            self._second_runs.stop()
         if self._n_runs == 0:
             raise ValueError(
                 f"layer {self._name!r} was not run in the forward pass of {type(module).__name__}; choose a "
