@@ -1,7 +1,7 @@
 """Modules that run more than once in a forward pass, under rules that remember one run alone.
 
-Zennit's `BasicHook`, `ReLUBetaSmooth` and our `GraphRule` and `ZeroRule` keep the input of their module from the
-forward to the backward pass. A second run overwrites it, and the relevance of the first one would be
+Zennit's `BasicHook` and `ReLUBetaSmooth`, and `GraphRule` and `ZeroRule` here, keep the input of their module
+from the forward to the backward pass. A second run overwrites it, and the relevance of the first one would be
 computed with the input of the second, without an error. Rules that keep nothing (`Pass`, `ForwardRule`) are
 right for any number of runs: many networks share one ReLU.
 """

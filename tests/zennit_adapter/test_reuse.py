@@ -27,22 +27,18 @@ class Tied(nn.Module):
     def __init__(self, is_tied: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        first = nn.Linear(6, 8)
-        self.below, self.relu, self.middle, self.head = nn.Linear(6, 6), nn.ReLU(), nn.ReLU(), nn.Linear(8, 5)
+        self.below, self.relu, self.middle = nn.Linear(6, 6), nn.ReLU(), nn.ReLU()
+        self.last, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
         self.inner = nn.Linear(6, 6)
         others = [self.inner if is_tied else copy.deepcopy(self.inner) for _ in range(2)]
         self.chain = nn.ModuleList([self.inner, *others])
-        self.last = first
         self.checkpointed = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.below(x))
         for layer in self.chain:
             x = self.relu(layer(x))
-        if self.checkpointed:
-            x = checkpoint(self._top, x, use_reentrant=False)  # type: ignore[no-untyped-call]
-        else:
-            x = self._top(x)
+        x = checkpoint(self._top, x, use_reentrant=False) if self.checkpointed else self._top(x)
         scores: Tensor = self.head(x)
         return scores
 
@@ -87,19 +83,22 @@ def test_filters_refuse_them_as_well(composite: str) -> None:
         else EpsilonPlus(canonizers=[SubspaceFilter("middle", subspaces(8), 0)])
     )
     with (
-        pytest.raises(ValueError, match="'inner' .* more than once"),
+        pytest.raises(ValueError, match=r"'inner' .* more than once"),
         Gradient(model, chosen) as attributor,
     ):
         attributor(x, torch.eye(5)[[1] * 3])
     assert model_state(model) == before
 
 
-@pytest.mark.parametrize("composite", [lambda: ConvNetGamma(0.25, canonizers=[]), lambda: None, GuidedBackprop])
+@pytest.mark.parametrize(
+    "composite", [lambda: ConvNetGamma(0.25, canonizers=[]), lambda: None, GuidedBackprop]
+)
 def test_rules_that_remember_nothing_are_right(composite) -> None:
     x = vectors()
+    models = Tied(True).eval(), Tied(False).eval()
     tied, untied = (
-        DisentangledAttributor(Gradient(Tied(is_tied).eval(), composite()), "middle", subspaces(8)).explain(x, 1)
-        for is_tied in (True, False)
+        DisentangledAttributor(Gradient(model, composite()), "middle", subspaces(8)).explain(x, 1)
+        for model in models
     )
     torch.testing.assert_close(tied.maps, untied.maps)
     assert tied.maps.abs().max() > 0
@@ -110,7 +109,8 @@ def test_a_run_without_a_graph_does_harm_only_behind_one_with_a_graph() -> None:
         def __init__(self, is_first: bool) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.layer, self.act, self.head, self.is_first = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), is_first
+            self.layer, self.act, self.head = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)
+            self.is_first = is_first
 
         def forward(self, x: Tensor) -> Tensor:
             if self.is_first:
@@ -127,7 +127,7 @@ def test_a_run_without_a_graph_does_harm_only_behind_one_with_a_graph() -> None:
         return run.explain(vectors(), 1).maps
 
     assert explain(True).shape == (3, 3, 6)
-    with pytest.raises(ValueError, match="'layer' .* more than once"):
+    with pytest.raises(ValueError, match=r"'layer' .* more than once"):
         explain(False)
 
 

@@ -42,8 +42,8 @@ def suggest(
         return f"LRP has no rules for attention here: {WITHOUT_LRP}"
     if diagnosis.reused and len(diagnosis.reused) == len(diagnosis.findings):
         return (
-            "give each use of these modules a module of its own, for instance copy.deepcopy(module), which has "
-            f"the same weights, or {WITHOUT_LRP}"
+            "give each use of these modules a module of its own, for instance copy.deepcopy(module), which "
+            f"has the same weights, or {WITHOUT_LRP}"
         )
     rewrite = (
         "write the operations as modules, in the model or by a canonizer (torch.nn.AdaptiveAvgPool2d for "
