@@ -150,6 +150,64 @@ def test_subspaces_of_many_classes_serve_each_of_them(backend) -> None:
                 run.explain(images(), 2)
 
 
+def first_minus_second(output: Tensor) -> Tensor:
+    return output[:, 0] - output[:, 1]
+
+
+def third(output: Tensor) -> Tensor:
+    return output[:, 2]
+
+
+@pytest.mark.parametrize("backend", ["zennit", "zennit lrp", "captum"])
+@pytest.mark.parametrize(
+    ("made", "used", "difference"),
+    [
+        (first_minus_second, first_minus_second, None),
+        (third, third, None),
+        (first_minus_second, third, "first_minus_second .* there, .*third .* here"),
+        (2, first_minus_second, "target: 2 there, .*first_minus_second"),
+        (first_minus_second, 2, "first_minus_second .* there, 2 here"),
+        (-1, -1, None),
+        (-1, 4, None),
+        (4, -1, None),
+        ([-1, 3], 4, None),
+        ([-1, 3], [3, -2], None),
+        (-1, 3, "target: 4 there, 3 here"),
+        ([-1, 4], -2, "target: 4 there, 3 here"),
+    ],
+)
+def test_targets_are_compared_as_they_are_given(backend, made, used, difference) -> None:
+    model = network()
+    run: Any = (
+        DisentangledAttribution(InputXGradient(model), "1", strict=True)
+        if backend == "captum"
+        else DisentangledAttributor(
+            Gradient(model, EpsilonPlus() if "lrp" in backend else None), "1", strict=True
+        )
+    )
+    run.fit([images()], made, solver=SOLVER, random_state=0)
+    for call in (run.concept_relevance, run.explain):
+        if difference is None:
+            call(images(), used)
+        else:
+            with pytest.raises(ValueError, match=difference):
+                call(images(), used)
+    if backend != "captum" and made == 2:  # Zennit's attr_output says which outputs it starts from
+        run(images(), one_hot(2))
+        run.concept_relevance(images(), lambda output: one_hot(2) * output)
+        with pytest.raises(ValueError, match="target: 2 there, 3 here"):
+            run(images(), one_hot(3))
+
+
+def test_an_attr_output_that_was_a_target_serves_as_such() -> None:
+    def start(output: Tensor) -> Tensor:
+        return output * one_hot(2)
+
+    run = DisentangledAttributor(Gradient(network(), EpsilonPlus()), "1", strict=True)
+    run.fit([images()], start, solver=SOLVER, random_state=0)
+    assert run.concept_relevance(images(), start).shape == (2, 2)
+
+
 def test_both_adapters_collect_the_same_pairs() -> None:
     """Gradient × Input: the same contexts, and positions by seed and image alone."""
     model = network()

@@ -29,6 +29,16 @@ def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
     return start
 
 
+def is_attr_output(target: Target, output: Tensor) -> bool:
+    """Whether a target is Zennit's `attr_output`: none, a tensor of floats, or a function that gives one."""
+    if target is None or (isinstance(target, Tensor) and target.is_floating_point()):
+        return True
+    if not callable(target) or output.ndim < 2:
+        return False
+    value = target(output)
+    return isinstance(value, Tensor) and value.shape == output.shape
+
+
 class ScoreOf:
     """Scores y (n,) whose gradient by the output is `attr_output`: a target for what integrates gradients.
 

@@ -6,7 +6,7 @@ import hashlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -109,6 +109,25 @@ class Provenance:
             return cls(**{name: value for name, value in entries.items() if name in known})
         except TypeError as error:
             raise ValueError(f"this is no provenance: {error}") from error
+
+    @property
+    def counts_from_the_end(self) -> bool:
+        """Whether there is a negative target."""
+        targets = self.target if isinstance(self.target, list) else [self.target]
+        return any(isinstance(target, int) and target < 0 for target in targets)
+
+    def with_outputs(self, n_outputs: int | None) -> Provenance:
+        """With negative targets, which count from the end of `n_outputs`, as what they stand for."""
+        target, counted = self.target, n_outputs or 0
+
+        def positive(index: int) -> int:
+            return index + counted if -counted <= index < 0 else index
+
+        if isinstance(target, int):
+            return replace(self, target=positive(target))
+        if isinstance(target, list):
+            return replace(self, target=describe_target([positive(index) for index in target]))
+        return self
 
     def differences(self, other: Provenance, names: Iterable[str] = USE, exact: bool = False) -> list[str]:
         """One line for each named field in which `other` differs, e.g. "layer: 'a' there, 'b' here".
