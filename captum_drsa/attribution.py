@@ -23,7 +23,7 @@ from drsa_core.layer import (
 )
 from drsa_core.parameters import as_int
 from drsa_core.provenance import describe_target
-from drsa_core.target import Target
+from drsa_core.target import Target, as_listed
 from torch import Tensor, nn
 
 from ._captum import logged, rules_on
@@ -325,7 +325,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             self.layer,
             self.layer_name,
             tensors,
-            target,
+            as_listed(target),
             self.channel_dim,
             further,
             has_batch_axis,

@@ -171,7 +171,7 @@ def third(output: Tensor) -> Tensor:
         (-1, 4, None),
         (4, -1, None),
         ([-1, 3], 4, None),
-        ([-1, 3], [3, -2], None),
+        ([-1, 3], [3, 4], None),
         (-1, 3, "target: 4 there, 3 here"),
         ([-1, 4], -2, "target: 4 there, 3 here"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from captum.attr import IntegratedGradients
+from drsa_core import Subspaces
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.attribution import IntegratedGradients as ZennitIntegratedGradients
@@ -36,6 +37,9 @@ def test_a_range_is_a_list(method) -> None:
     x = vectors()
     expected = method().context(x, [0, 1, 2, 3])[1]
     assert torch.equal(method().context(x, range(4))[1], expected)
+    run = method()
+    run.subspaces = Subspaces(torch.eye(4), [2, 2])
+    assert torch.equal(run.explain(x, range(4)).score, run.explain(x, [0, 1, 2, 3]).score)
     listed = method().collect([x[:2], x[2:]], [0, 1, 2, 3], positions=None)
     ranged = method().collect([x[:2], x[2:]], range(4), positions=None)
     assert torch.equal(ranged.c, listed.c)

@@ -162,7 +162,7 @@ class Explainer(ABC):
     ) -> None:
         """Compare where the subspaces were made with what they are used for.
 
-        `n_outputs` gives the number of outputs, None if there is none; it is asked for negative targets alone.
+        `n_outputs` gives the number of outputs, None if there is none; only for negative targets is it asked.
         """
         made = self._fitted().provenance
         if made is None:
