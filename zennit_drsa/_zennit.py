@@ -103,6 +103,18 @@ def describe_rules(model: nn.Module) -> str:
     return f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else ""
 
 
+def describe_canonizers(canonizers: Sequence[Canonizer]) -> str:
+    """The canonizers of a composite, with a digest of their parameters, for a `Provenance`."""
+    if not canonizers:
+        return "none"
+    digest = hashlib.sha256()
+    for canonizer in canonizers:
+        parameters = {key: value for key, value in vars(canonizer).items() if not _is_working_state(key)}
+        feed(digest, [type(canonizer).__qualname__, parameters])
+    names = dict.fromkeys(type(canonizer).__name__ for canonizer in canonizers)
+    return f"{', '.join(names)} {digest.hexdigest()[:12]}"
+
+
 def _is_working_state(attribute: str) -> bool:
     # Rules of this package keep graphs and the like under names with an underscore.
     return attribute in _WORKING_STATE or attribute.startswith("_")

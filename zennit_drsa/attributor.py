@@ -299,6 +299,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             lambda: {
                 "backend": "zennit",
                 "method": self._method(),
+                "canonizers": self.composite.canonizers_described(),
                 "layer": self.layer_name,
                 "model": self._fingerprint,
             }

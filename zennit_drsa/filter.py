@@ -51,7 +51,7 @@ class VirtualLayer:
         The model, which tells whether relevance or gradients flow back.
     name : str
         Name of the layer that it follows, for messages.
-    subspaces, concept, channel_dim, slot, tolerance, strict, fingerprint
+    subspaces, concept, channel_dim, slot, tolerance, strict, fingerprint, canonizers
         As in `SubspaceFilter`.
     """
 
@@ -67,10 +67,11 @@ class VirtualLayer:
         tolerance: float,
         strict: bool,
         fingerprint: str | None,
+        canonizers: str | None,
     ) -> None:
         self.root, self.layer, self.name, self.subspaces, self.concept = root, layer, name, subspaces, concept
         self.channel_dim, self.slot, self.tolerance = channel_dim, slot, tolerance
-        self.strict, self.fingerprint = strict, fingerprint
+        self.strict, self.fingerprint, self.canonizers = strict, fingerprint, canonizers
         self._is_checked = False
 
     def __call__(self, output: object) -> Tensor:
@@ -92,6 +93,7 @@ class VirtualLayer:
                 channel_dim=self.channel_dim,
                 target=None,
                 model=self.fingerprint,
+                canonizers=self.canonizers,
             )
             check_provenance(made, used, "subspaces", self.strict)
 
@@ -190,6 +192,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             concept = _checked_concept(concept, subspaces)
         self.layer, self.subspaces, self.concept, self.channel_dim = layer, subspaces, concept, channel_dim
         self.slot, self.tolerance, self.strict, self.fingerprint = slot, tolerance, strict, fingerprint
+        self.canonizers: str | None = None  # how a composite describes its own, if it says so
         self.module: nn.Module | None = None
         self._name = ""
         self._virtual_layer: VirtualLayer | None = None
@@ -221,6 +224,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
                 self.tolerance,
                 self.strict,
                 self.fingerprint,
+                self.canonizers,
             )
         self._handles += [
             root_module.register_forward_pre_hook(self._before_model),
@@ -240,7 +244,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     def copy(self) -> SubspaceFilter:
         """A filter with the same parameters, not inserted anywhere."""
-        return SubspaceFilter(
+        copied = SubspaceFilter(
             self.layer,
             self.subspaces,
             self.concept,
@@ -250,6 +254,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             strict=self.strict,
             fingerprint=self.fingerprint,
         )
+        copied.canonizers = self.canonizers
+        return copied
 
     # Hooks take positional arguments only, as Zennit's own.
 

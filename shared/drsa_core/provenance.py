@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # What must agree between learning subspaces and explaining with them.
-USE = ("model", "layer", "channel_dim", "method", "target")
+USE = ("model", "layer", "channel_dim", "method", "canonizers", "target")
 # What must agree between the batches of one collection.
 COLLECTION = (*USE, "backend", "target_order", "positions", "random_state", "skip_tokens")
 
@@ -64,6 +64,9 @@ class Provenance:
         First tokens of each image that were left out; None for parts that differ in it.
     target_order : str or None
         `target_order` of targets that differ from image to image.
+    canonizers : str or None
+        What changed the form of the model before rules were applied, "none" if nothing did. None if that is
+        not known, as in files of earlier versions.
     """
 
     backend: str
@@ -76,11 +79,12 @@ class Provenance:
     random_state: int | None = None
     target_order: str | None = None
     skip_tokens: int | None = 0
+    canonizers: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("backend", "method", "layer"):
             self._check(name, isinstance(getattr(self, name), str), "a string")
-        for name in ("model", "target_order"):
+        for name in ("model", "target_order", "canonizers"):
             self._check(name, isinstance(getattr(self, name), str | None), "a string or None")
         for name in ("channel_dim", "positions", "random_state", "skip_tokens"):
             value = getattr(self, name)
@@ -132,14 +136,14 @@ class Provenance:
     def differences(self, other: Provenance, names: Iterable[str] = USE, exact: bool = False) -> list[str]:
         """One line for each named field in which `other` differs, e.g. "layer: 'a' there, 'b' here".
 
-        A model that one side does not know is no difference. Nor are, unless `exact`, a target that one side
-        does not know and some of the targets of `self`.
+        A model or canonizers that one side does not know are no difference. Nor are, unless `exact`, a target
+        that one side does not know and some of the targets of `self`.
         """
         lines = []
         for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             unknown = mine is None or theirs is None
-            if mine == theirs or (name == "model" and unknown):
+            if mine == theirs or (name in ("model", "canonizers") and unknown):
                 continue
             # Which labels a loader gave is not kept: "label" stands for any of them.
             if name == "target" and not exact and (unknown or mine == LABEL or _is_part(theirs, mine)):

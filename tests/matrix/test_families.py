@@ -144,8 +144,8 @@ CAPTUM: dict[str, tuple[Callable[[nn.Module], Any], Any, dict[str, Any]]] = {
     "lrp": (LRP, None, {}),
     "feature_ablation": (FeatureAblation, "gradient", {"feature_mask": MASK}),
 }
-# Zennit's LRP wants a canonizer, its BetaSmooth and Captum's DeepLift want modules that run once, Captum's LRP
-# those that have rules.
+# Zennit's LRP wants a canonizer, its BetaSmooth and Captum's DeepLift modules that run once, Captum's LRP
+# modules that have rules.
 SUPPORTED = {
     "beta_smooth": set(BUILDERS) - {"resnet18"},
     "epsilon_plus": set(_CANONIZERS),

@@ -240,6 +240,36 @@ def test_inference_mode_and_compiled_models(attributor) -> None:
         maps(torch.jit.trace(model, input))
 
 
+def test_composites_with_a_register_of_their_own() -> None:
+    class Registers(EpsilonPlus):  # type: ignore[misc]
+        def register(self, module: nn.Module) -> None:
+            super().register(module)
+            self.handles.append(module.head.register_forward_hook(lambda m, args, output: output * 3))
+
+    class Removes(EpsilonPlus):  # type: ignore[misc]
+        def remove(self) -> None:
+            super().remove()
+
+    for composite, name in ((Registers(), "register"), (Removes(), "remove")):
+        for use in (
+            lambda c: DisentangledAttributor(Gradient(small_model(), c), "pool", subspaces(6)),
+            lambda c: DisentangledComposite(c, "pool", subspaces(6)),
+            lambda c: collect(small_model(), c, "pool", [small_input()], 0),
+        ):
+            with pytest.raises(TypeError, match=f"{name!r} of its own, which would be ignored .* canonizer"):
+                use(composite)
+
+    class Inherits(EpsilonPlus):  # type: ignore[misc]
+        """Rules alone."""
+
+    x = small_input()
+    maps = [
+        DisentangledAttributor(Gradient(small_model(), composite), "pool", subspaces(6)).explain(x, 1).maps
+        for composite in (Inherits(), EpsilonPlus())
+    ]
+    assert torch.equal(*maps)
+
+
 def test_attention_modules() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)).eval()
