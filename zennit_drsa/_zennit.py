@@ -143,6 +143,11 @@ def keeps_of_forward(hook: Hook) -> bool:
     return any(name != "grad_output" for name in hook.stored_tensors)
 
 
+def puts_identities(hook: Hook) -> bool:
+    """Whether a hook puts Zennit's identity before its module, which fails where no graph is built."""
+    return type(hook).pre_forward is Hook.pre_forward
+
+
 @contextmanager
 def replaced_method(hook: Hook, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Another `backward` or `pre_backward` for one hook; Zennit looks them up at every pass."""

@@ -186,7 +186,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
         return self._registered(pair, single_input(input))
 
-    def concept_relevance(self, input: Tensor, target: Target | AttrOutput = None) -> Tensor:
+    def concept_relevance(self, input: Inputs, target: Target | AttrOutput = None) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K).
 
         `target` as in `context`, or an `attr_output` as Zennit takes it.
@@ -200,7 +200,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             check_finite(result, self.model, input, start)
             return result
 
-        return self._registered(relevance, input)
+        return self._registered(relevance, single_input(input) if isinstance(input, tuple) else input)
 
     def explain(self, input: Inputs, target: Target, *, whole: bool = True) -> Explanation:
         """K maps (N, K, *input), with the whole map and what adds up to what.

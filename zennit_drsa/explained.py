@@ -100,6 +100,11 @@ def checked_start(attr_output: AttrOutput) -> AttrOutput:
     """The function with a check of what it gives."""
 
     def start(output: Tensor) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"the model must return a tensor, got {type(output).__name__}; wrap the model in a module "
+                "that returns the scores"
+            )
         value: Any = attr_output(output)
         if not isinstance(value, Tensor) or value.shape != output.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.core import Hook
 
-from ._zennit import hooks_by_module, hooks_on, keeps_of_forward
+from ._zennit import hooks_by_module, hooks_on, keeps_of_forward, puts_identities
 
 
 class SecondRuns:
@@ -38,7 +38,8 @@ class SecondRuns:
         self._ran: set[nn.Module] | None = None  # None outside of forward passes of the whole model
         modules = dict.fromkeys(module for module, _ in hooks_by_module(root))
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True) for module in modules
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            for module in modules
         ]
 
     def watch(self) -> None:
@@ -66,13 +67,19 @@ class SecondRuns:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._ran is None:
             return
+        needs_graph = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+        if needs_graph and not torch.is_grad_enabled() and any(map(puts_identities, hooks_on(module))):
+            raise ValueError(
+                f"module {_name(self._root, module)!r} runs without gradients inside of the model, where "
+                "rules cannot be applied: switch checkpointing off, or set use_reentrant=False in it; or "
+                "take the torch.no_grad() away"
+            )
         if module in self._ran:
             for hook in hooks_on(module):
                 if keeps_of_forward(hook):
                     self._found(module, hook)
         # A run without a graph is not differentiated; it does harm if it comes after one with a graph.
-        inputs = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        if needs_graph and torch.is_grad_enabled():
             self._ran.add(module)
 
 
@@ -80,12 +87,15 @@ def refused_second_runs(root: nn.Module) -> SecondRuns:
     """Has second runs refused, with an error that names the module."""
 
     def refuse(module: nn.Module, hook: Hook) -> None:
-        name = next(name for name, other in root.named_modules() if other is module)
         raise ValueError(
-            f"module {name!r} ({type(module).__name__}) runs more than once in a forward pass, but its rule "
-            f"{type(hook).__name__} remembers the input of one run alone: the maps would be wrong. Give each "
-            "use a module of its own, for instance copy.deepcopy(module), which has the same weights; or "
+            f"module {_name(root, module)!r} ({type(module).__name__}) runs more than once in a forward "
+            f"pass, but its rule {type(hook).__name__} remembers the input of one run alone: the maps would "
+            "be wrong. Give each use a module of its own, for instance copy.deepcopy(module), which has the same weights; or "
             "use a composite without such a rule there, such as ConvNetGamma, or none (plain gradients)"
         )
 
     return SecondRuns(root, refuse)
+
+
+def _name(root: nn.Module, module: nn.Module) -> str:
+    return next(name for name, other in root.named_modules() if other is module)

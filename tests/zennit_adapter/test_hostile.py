@@ -278,3 +278,44 @@ def test_attention_modules() -> None:
     )
     with pytest.raises(TypeError, match=r"must return one tensor .* got tuple"):
         run(torch.randn(2, 4, 8), torch.ones(2, 4, 3))
+
+
+def test_models_that_return_a_tuple() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_model()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.net(x), x
+
+    run = DisentangledAttributor(Gradient(Two()), "net.pool", subspaces(6))
+    with pytest.raises(TypeError, match="must return a tensor, got tuple; wrap the model"):
+        run(small_input(), TARGET)
+    with pytest.raises(TypeError, match="must return a tensor, got tuple; wrap the model"):
+        run.concept_relevance(small_input(), 1)
+
+
+def test_a_layer_may_be_named_by_any_of_its_names() -> None:
+    class Alias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_model()
+            self.last = self.net.pool
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.net(x)
+            return scores
+
+    model, x = Alias(), small_input()
+    runs = [DisentangledAttributor(Gradient(model), name, subspaces(6)) for name in ("net.pool", "last")]
+    assert runs[0].layer_name == runs[1].layer_name == "net.pool"
+    assert torch.equal(*(run.concept_relevance(x, 1) for run in runs))
+
+
+def test_a_tuple_of_one_input_is_that_input() -> None:
+    run, x = DisentangledAttributor(Gradient(small_model()), "pool", subspaces(6)), small_input()
+    assert torch.equal(run.concept_relevance((x,), 1), run.concept_relevance(x, 1))
+    assert torch.equal(run.context((x,), 1)[1], run.context(x, 1)[1])
+    with pytest.raises(TypeError, match="takes one input tensor"):
+        run.concept_relevance((x, x), 1)

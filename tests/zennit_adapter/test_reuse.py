@@ -156,6 +156,20 @@ def test_checkpointing_runs_modules_again_without_harm() -> None:
     torch.testing.assert_close(*maps)
 
 
+def test_reentrant_checkpointing_is_refused() -> None:
+    class Reentrant(Tied):
+        def _top(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(super()._top, x, use_reentrant=True)
+            return result
+
+    model = Reentrant(False).eval()
+    before = model_state(model)
+    run = DisentangledAttributor(Gradient(model, EpsilonPlus()), "below", subspaces(6))
+    with pytest.raises(ValueError, match=r"'last' runs without gradients .* use_reentrant=False"):
+        run.explain(vectors(), 1)
+    assert model_state(model) == before
+
+
 def test_parts_of_a_model_may_run_on_their_own() -> None:
     model = Tied(False).eval()
     composite = DisentangledComposite(EpsilonPlus(), "middle", subspaces(8), 0)
