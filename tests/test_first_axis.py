@@ -105,6 +105,6 @@ def test_contexts_of_a_function_must_have_the_examples_first() -> None:
     def context(inputs: Any, target: Any) -> tuple[Tensor, Tensor]:
         return torch.rand(6, 2, 4), torch.rand(6, 2, 4)
 
-    origin = {"backend": "own", "method": "own", "layer": "inner", "model": None}
+    origin: dict[str, Any] = {"backend": "own", "method": "own", "layer": "inner", "model": None}
     with pytest.raises(ValueError, match=r"context of 2 images .* \(6, 2, 4\)"):
         collect_pairs(context, [tokens()], 0, channel_dim=-1, **origin)

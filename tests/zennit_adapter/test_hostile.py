@@ -242,7 +242,7 @@ def test_inference_mode_and_compiled_models(attributor) -> None:
 
 def test_composites_with_a_register_of_their_own() -> None:
     class Registers(EpsilonPlus):  # type: ignore[misc]
-        def register(self, module: nn.Module) -> None:
+        def register(self, module: Any) -> None:
             super().register(module)
             self.handles.append(module.head.register_forward_hook(lambda m, args, output: output * 3))
 
