@@ -91,8 +91,8 @@ def refused_second_runs(root: nn.Module) -> SecondRuns:
             f"module {_name(root, module)!r} ({type(module).__name__}) runs more than once in a forward "
             f"pass, but its rule {type(hook).__name__} remembers the input of one run alone: the maps would "
             "be wrong. Give each use a module of its own, for instance copy.deepcopy(module), which has the "
-            "same weights; or use a composite without such a rule there, such as ConvNetGamma, or none (plain "
-            "gradients)"
+            "same weights; or use a composite without such a rule there, such as ConvNetGamma, or none "
+            "(plain gradients)"
         )
 
     return SecondRuns(root, refuse)
