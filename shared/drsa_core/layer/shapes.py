@@ -33,7 +33,7 @@ def as_activation(
         raise ValueError(
             f"the first axis of a layer's output must run over the examples, {n_examples} here, but layer "
             f"{name!r} gives shape {shape}: it has other things there, such as tokens or windows. Choose "
-            f"another layer, e.g. the block around it{hint}"
+            f"another layer, e.g. the block around it{hint}. A single example is a batch too, x[None]"
         )
     if not -len(shape) <= channel_dim < len(shape):
         raise ValueError(
