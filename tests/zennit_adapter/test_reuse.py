@@ -30,6 +30,8 @@ class Tied(nn.Module):
         self.below, self.relu, self.middle = nn.Linear(6, 6), nn.ReLU(), nn.ReLU()
         self.last, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
         self.inner = nn.Linear(6, 6)
+        for layer in (self.below, self.inner, self.last, self.head):
+            nn.init.uniform_(layer.weight, -0.1, 0.5)  # so that no map is zero
         others = [self.inner if is_tied else copy.deepcopy(self.inner) for _ in range(2)]
         self.chain = nn.ModuleList([self.inner, *others])
         self.checkpointed = False
