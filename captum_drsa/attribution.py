@@ -23,7 +23,7 @@ from drsa_core.layer import (
 )
 from drsa_core.parameters import as_int
 from drsa_core.provenance import describe_target
-from drsa_core.target import Target
+from drsa_core.target import Target, as_listed
 from torch import Tensor, nn
 
 from ._captum import logged, rules_on
@@ -175,7 +175,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
                 f"{type(self.attribution_method).__name__} has no convergence delta here; exact_totals() "
                 "gives the exact total of the maps, and NoiseTunnel(DisentangledAttribution(...)) has a delta"
             )
-        self._check_use(target, stacklevel=4)
+        self._check_target(inputs, target, additional_forward_args)
 
         def work(request: Request) -> tuple[Steps, Tensor | None]:
             options = self._options(request, kwargs)
@@ -205,7 +205,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         if self._record.at_input is None:
             single_input(inputs)
         args = kwargs.pop("additional_forward_args", None)
-        self._check_use(target, stacklevel=4)
+        self._check_target(inputs, target, args)
 
         def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
             with torch.no_grad():
@@ -249,7 +249,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
     ) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K)."""
-        self._check_use(target, stacklevel=4)
+        self._check_target(inputs, target, additional_forward_args)
         return self._relevance(*self.context(inputs, target, additional_forward_args))
 
     def exact_totals(
@@ -264,7 +264,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         For methods that conserve, such as Integrated Gradients, DeepLift and the Shapley value. `baselines` x̃
         as in the wrapped `attribute`; default 0. (Those of `LayerFeatureAblation` are outputs of its layer.)
         """
-        self._check_use(target, stacklevel=4)
+        self._check_target(inputs, target, additional_forward_args)
 
         def total(request: Request) -> Tensor:
             activation, context = self._step_1(request)
@@ -274,6 +274,17 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         return self._guarded(total, inputs, target, additional_forward_args)
 
     # ------------------------------------------------------------------ checks
+
+    def _check_target(self, inputs: Inputs, target: Target, args: Any) -> None:
+        """Compare where the subspaces were made with what they are used for."""
+
+        def n_outputs() -> int | None:
+            request = self._request(inputs, None, args)
+            with torch.no_grad():
+                output = self._restored(lambda: request.forward(*copies(request.inputs), *request.args))
+            return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
+
+        self._check_use(target, 5, n_outputs)
 
     def _guarded(
         self,
@@ -292,11 +303,15 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
                 request = FromLayer(request, *self._lower_layer).request()
             return work(request)
 
+        if self._model is not None:
+            warn_of_training(self._model)
+        return self._restored(on_request)
+
+    def _restored(self, work: Callable[[], _T]) -> _T:
+        """`work()`, after which the model and its rules are as they were."""
         if self._model is None:
-            return guarded(self.layer, on_request, is_whole=False)
-        warn_of_training(self._model)
-        rules = [rule for _, rule in rules_on(self._model)]
-        return guarded(self._model, on_request, rules)
+            return guarded(self.layer, work, is_whole=False)
+        return guarded(self._model, work, [rule for _, rule in rules_on(self._model)])
 
     def _request(self, inputs: Inputs, target: Target, args: Any = None, is_step_1: bool = False) -> Request:
         must_be_floating = None
@@ -310,7 +325,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             self.layer,
             self.layer_name,
             tensors,
-            target,
+            as_listed(target),
             self.channel_dim,
             further,
             has_batch_axis,

@@ -90,7 +90,7 @@ class LRPPass:
         activations: list[Tensor] = []
 
         def note(module: object, args: object, output: object) -> None:
-            activation = as_activation(output, request.layer, self._name, request.channel_dim)
+            activation = as_activation(output, request.layer, self._name, request.channel_dim, len(request))
             activations.append(activation.detach().clone())
 
         handle = request.layer.register_forward_hook(note)

@@ -196,3 +196,15 @@ def test_several_inputs_are_refused() -> None:
     ):
         with pytest.raises(TypeError, match="one input tensor"):
             run.explain((images(), images()), 1)
+
+
+def test_scores_that_cancel_have_no_share() -> None:
+    """The second image is the first one with its sign changed, under a linear network."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 6, bias=False), nn.Linear(6, 3, bias=False)).double()
+    x = torch.randn(1, 3, 2, 2, dtype=torch.float64)
+    run = DisentangledAttributor(Gradient(model.eval(), EpsilonPlus()), "1", subspaces())
+    cancelling = run.explain(torch.cat([x, -x]), 1).certificate()
+    assert cancelling.share_of_score is None
+    assert "sum of all maps: not defined here" in str(cancelling)
+    assert run.explain(x, 1).certificate().share_of_score is not None

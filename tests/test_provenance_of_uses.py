@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients, Saliency
-from drsa_core import PairStore, ProvenanceWarning, RandomSubspaces, Subspaces
+from drsa_core import PairStore, Provenance, ProvenanceWarning, RandomSubspaces, Subspaces
 from torch import Tensor, nn
 from zennit.attribution import Gradient, SmoothGrad
+from zennit.canonizers import AttributeCanonizer, Canonizer, SequentialMergeBatchNorm
 from zennit.composites import EpsilonPlus
 from zennit.core import Composite
+from zennit.torchvision import ResNetCanonizer
 
 import captum_drsa
 import zennit_drsa
@@ -74,10 +76,12 @@ def learned(backend: str, tmp_path: Any) -> Subspaces:
     return Subspaces.load(tmp_path / "concepts.safetensors")
 
 
+MERGED = EpsilonPlus(canonizers=[SequentialMergeBatchNorm()])
 CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("zennit", {"model": network(1)}, "model: weights"),
     ("zennit", {"layer": "3"}, "layer: '1' there, '3' here"),
     ("zennit", {"how": EpsilonPlus(epsilon=1e-2)}, "method: 'LRP"),
+    ("zennit", {"how": MERGED}, "canonizers: 'none' there, 'SequentialMergeBatchNorm [0-9a-f]{12}' here"),
     ("zennit", {"how": None}, "method: 'LRP.*GradientContext"),
     ("zennit", {"target": 3}, "target: 2 there, 3 here"),
     ("captum", {"model": network(1)}, "model: weights"),
@@ -103,7 +107,7 @@ def test_subspaces_used_for_something_else_are_warned_about(backend, change, nam
         run(strict=True)
 
 
-@pytest.mark.parametrize(("backend", "change", "named"), CHANGES[:4])
+@pytest.mark.parametrize(("backend", "change", "named"), CHANGES[:5])
 def test_subspaces_in_a_composite_are_compared_too(backend, change, named, tmp_path) -> None:
     used: dict[str, Any] = {"model": network(), "layer": "1", "how": EpsilonPlus()} | change
     subspaces = learned(backend, tmp_path)
@@ -148,6 +152,106 @@ def test_subspaces_of_many_classes_serve_each_of_them(backend) -> None:
         if not isinstance(target, str):
             with pytest.raises(ValueError, match=r"target: \[1, 3\] there, 2 here"):
                 run.explain(images(), 2)
+
+
+def test_canonizers_are_told_apart_by_type_and_parameters() -> None:
+    def described(*canonizers: Canonizer) -> str:
+        run = DisentangledAttributor(Gradient(network(), EpsilonPlus(canonizers=list(canonizers))), "1")
+        pairs = run.collect([images()], 2, positions=1, random_state=0)
+        assert pairs.provenance is not None
+        assert pairs.provenance.canonizers is not None
+        return pairs.provenance.canonizers
+
+    def attributes(key: str) -> Canonizer:
+        return AttributeCanonizer(lambda name, module: {key: 1} if name == "0" else None)
+
+    def cases() -> list[tuple[Canonizer, ...]]:
+        merge = SequentialMergeBatchNorm()
+        return [
+            (),
+            (merge,),
+            (ResNetCanonizer(),),
+            (attributes("a"),),
+            (attributes("b"),),
+            (merge, attributes("a")),
+        ]
+
+    found = [described(*case) for case in cases()]
+    assert len(set(found)) == len(found)
+    assert found == [described(*case) for case in cases()]
+    assert found[0] == "none"
+
+
+def test_files_that_do_not_know_their_canonizers_serve(tmp_path) -> None:
+    """As those of version 0.2.0."""
+    old = learned("zennit", tmp_path).provenance
+    assert old is not None
+    entries = old.as_dict()
+    assert entries.pop("canonizers") == "none"
+    old = Provenance.from_dict(entries)
+    run = DisentangledAttributor(Gradient(network(), MERGED), "1")
+    new = run.collect([images()], 2, positions=1, random_state=0).provenance
+    assert new is not None
+    assert not old.differences(new)
+    assert not new.differences(old)
+
+
+def first_minus_second(output: Tensor) -> Tensor:
+    return output[:, 0] - output[:, 1]
+
+
+def third(output: Tensor) -> Tensor:
+    return output[:, 2]
+
+
+@pytest.mark.parametrize("backend", ["zennit", "zennit lrp", "captum"])
+@pytest.mark.parametrize(
+    ("made", "used", "difference"),
+    [
+        (first_minus_second, first_minus_second, None),
+        (third, third, None),
+        (first_minus_second, third, "first_minus_second .* there, .*third .* here"),
+        (2, first_minus_second, "target: 2 there, .*first_minus_second"),
+        (first_minus_second, 2, "first_minus_second .* there, 2 here"),
+        (-1, -1, None),
+        (-1, 4, None),
+        (4, -1, None),
+        ([-1, 3], 4, None),
+        ([-1, 3], [3, 4], None),
+        (-1, 3, "target: 4 there, 3 here"),
+        ([-1, 4], -2, "target: 4 there, 3 here"),
+    ],
+)
+def test_targets_are_compared_as_they_are_given(backend, made, used, difference) -> None:
+    model = network()
+    run: Any = (
+        DisentangledAttribution(InputXGradient(model), "1", strict=True)
+        if backend == "captum"
+        else DisentangledAttributor(
+            Gradient(model, EpsilonPlus() if "lrp" in backend else None), "1", strict=True
+        )
+    )
+    run.fit([images()], made, solver=SOLVER, random_state=0)
+    for call in (run.concept_relevance, run.explain):
+        if difference is None:
+            call(images(), used)
+        else:
+            with pytest.raises(ValueError, match=difference):
+                call(images(), used)
+    if backend != "captum" and made == 2:  # Zennit's attr_output says which outputs it starts from
+        run(images(), one_hot(2))
+        run.concept_relevance(images(), lambda output: one_hot(2) * output)
+        with pytest.raises(ValueError, match="target: 2 there, 3 here"):
+            run(images(), one_hot(3))
+
+
+def test_an_attr_output_that_was_a_target_serves_as_such() -> None:
+    def start(output: Tensor) -> Tensor:
+        return output * one_hot(2)
+
+    run = DisentangledAttributor(Gradient(network(), EpsilonPlus()), "1", strict=True)
+    run.fit([images()], start, solver=SOLVER, random_state=0)
+    assert run.concept_relevance(images(), start).shape == (2, 2)
 
 
 def test_both_adapters_collect_the_same_pairs() -> None:

@@ -103,6 +103,18 @@ def describe_rules(model: nn.Module) -> str:
     return f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else ""
 
 
+def describe_canonizers(canonizers: Sequence[Canonizer]) -> str:
+    """The canonizers of a composite, with a digest of their parameters, for a `Provenance`."""
+    if not canonizers:
+        return "none"
+    digest = hashlib.sha256()
+    for canonizer in canonizers:
+        parameters = {key: value for key, value in vars(canonizer).items() if not _is_working_state(key)}
+        feed(digest, [type(canonizer).__qualname__, parameters])
+    names = dict.fromkeys(type(canonizer).__name__ for canonizer in canonizers)
+    return f"{', '.join(names)} {digest.hexdigest()[:12]}"
+
+
 def _is_working_state(attribute: str) -> bool:
     # Rules of this package keep graphs and the like under names with an underscore.
     return attribute in _WORKING_STATE or attribute.startswith("_")
@@ -124,6 +136,16 @@ def keep(hook: Hook, **tensors: Any) -> None:
 def kept(hook: Hook, name: str) -> Any:
     """What was stored in a hook: "input" (a tuple, as the layer got it), "grad_output" or one's own."""
     return hook.stored_tensors[name]
+
+
+def keeps_of_forward(hook: Hook) -> bool:
+    """Whether a hook keeps something of the forward pass, so that its rule is that of the last run alone."""
+    return any(name != "grad_output" for name in hook.stored_tensors)
+
+
+def puts_identities(hook: Hook) -> bool:
+    """Whether a hook puts Zennit's identity before its module, which fails where no graph is built."""
+    return type(hook).pre_forward is Hook.pre_forward
 
 
 @contextmanager

@@ -32,10 +32,12 @@ from .explained import (
     ScoreOf,
     checked_attr_output,
     checked_start,
+    is_attr_output,
     start_of_target,
     targets_in,
 )
 from .nonfinite import check_finite
+from .reuse import refused_second_runs
 
 _T = TypeVar("_T")
 
@@ -184,7 +186,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
         return self._registered(pair, single_input(input))
 
-    def concept_relevance(self, input: Tensor, target: Target | AttrOutput = None) -> Tensor:
+    def concept_relevance(self, input: Inputs, target: Target | AttrOutput = None) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K).
 
         `target` as in `context`, or an `attr_output` as Zennit takes it.
@@ -193,12 +195,12 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         def relevance(input: Tensor) -> Tensor:
             start, scores = self._explained(target)
             step = self._context(input, start, scores)
-            self._check_start(step.output, start)
+            self._check_start(step.output, start, target)
             result = self._relevance(step.activation, step.context)
             check_finite(result, self.model, input, start)
             return result
 
-        return self._registered(relevance, input)
+        return self._registered(relevance, single_input(input) if isinstance(input, tuple) else input)
 
     def explain(self, input: Inputs, target: Target, *, whole: bool = True) -> Explanation:
         """K maps (N, K, *input), with the whole map and what adds up to what.
@@ -215,7 +217,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         def explanation(input: Tensor) -> Explanation:
             start, scores = self._explained(target)
             step = self._context(input, start, scores)
-            self._check_start(step.output, start)
+            self._check_start(step.output, start, target)
             state = torch.get_rng_state()
             maps = self._maps(input, start)[1].movedim(0, 1)
             by_itself, kept = self._whole_and_kept(input, start, state) if whole else (None, None)
@@ -245,7 +247,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     def _explain(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         state = torch.get_rng_state()
         output, maps = self._maps(input, start)
-        self._check_start(output, start)
+        self._check_start(output, start, None)
         relevance = maps.movedim(0, 1)
         if self.residual:
             whole = self._whole(input, start, state)
@@ -259,9 +261,13 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         """`work(input)` with the composite registered."""
         _check_input(input)
 
+        def once() -> _T:
+            refused_second_runs(self.model).watch()  # the guard takes its hooks off
+            return work(input.detach().clone())
+
         def checked() -> _T:
             self._check_canonizers(input)
-            return guarded(self.model, lambda: work(input.detach().clone()))
+            return guarded(self.model, once)
 
         return self._in_context(checked)
 
@@ -293,6 +299,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             lambda: {
                 "backend": "zennit",
                 "method": self._method(),
+                "canonizers": self.composite.canonizers_described(),
                 "layer": self.layer_name,
                 "model": self._fingerprint,
             }
@@ -301,9 +308,19 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
     def _known_model(self) -> nn.Module:
         return self.model
 
-    def _check_start(self, output: Tensor, start: AttrOutput) -> None:
-        if self._fitted().provenance is not None:
-            self._check_use(targets_in(start(output)), stacklevel=7)
+    def _check_start(self, output: Tensor, start: AttrOutput, target: Target | AttrOutput) -> None:
+        """Compare what is explained with what the subspaces were learned for.
+
+        A target is compared as such, an `attr_output` by the outputs that it starts from.
+        """
+        made = self._fitted().provenance
+        if made is None:
+            return
+        is_same = callable(target) and made.target == describe_target(target)
+        explained: Any = target
+        if not is_same and is_attr_output(target, output):
+            explained = targets_in(start(output))
+        self._check_use(explained, 7, lambda: output.shape[1] if output.ndim == 2 else None)
 
     def _check_canonizers(self, input: Tensor) -> None:
         """Compare the first forward pass with that of the untouched model: a canonizer may not fit it."""

@@ -11,7 +11,7 @@ from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
-from ._zennit import hooks_by_module
+from ._zennit import describe_canonizers, hooks_by_module
 from .filter import Concept, SubspaceFilter
 
 _T = TypeVar("_T")
@@ -34,6 +34,8 @@ class GuardedComposite(Composite):  # type: ignore[misc]
     def __init__(self, composite: Composite | None, canonizers: Sequence[Canonizer] = ()) -> None:
         if composite is not None and not isinstance(composite, Composite):
             raise TypeError(f"composite must be a Zennit composite or None, got {type(composite).__name__}")
+        if composite is not None:
+            _check_own_methods(composite)
         self.composite = composite
         self._guard: Guard | None = None
         module_map = None if composite is None else composite.module_map
@@ -49,6 +51,10 @@ class GuardedComposite(Composite):  # type: ignore[misc]
         return not all(
             getattr(type(canonizer), "keeps_output", False) is True for canonizer in self.canonizers
         )
+
+    def canonizers_described(self) -> str:
+        """The canonizers but for filters, for a `Provenance`."""
+        return describe_canonizers([c for c in self.canonizers if not isinstance(c, SubspaceFilter)])
 
     @uninterrupted
     def register(self, module: nn.Module) -> None:
@@ -146,7 +152,21 @@ class DisentangledComposite(GuardedComposite):
         subspaces = self.filter.subspaces
         if subspaces is not None and subspaces.provenance is not None:
             self.filter.fingerprint = model_fingerprint(module)  # before canonizers change weights
+            self.filter.canonizers = self.canonizers_described()
         super().register(module)
+
+
+def _check_own_methods(composite: Composite) -> None:
+    """Refuse a composite that does something beyond its rules and canonizers, which alone are used."""
+    for name in ("register", "remove", "context"):
+        owner = next(parent for parent in type(composite).__mro__ if name in vars(parent))
+        library = owner.__module__.partition(".")[0]
+        if name in vars(composite) or library not in ("zennit", __name__.partition(".")[0]):
+            raise TypeError(
+                f"{type(composite).__name__} has a method {name!r} of its own, which would be ignored here: "
+                "only the rules (module_map) and canonizers of a composite are used. Write what it does as a "
+                "canonizer, with apply and remove, or as a rule, a zennit.core.Hook"
+            )
 
 
 class _Context(CompositeContext):  # type: ignore[misc]

@@ -29,6 +29,16 @@ def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
     return start
 
 
+def is_attr_output(target: Target, output: Tensor) -> bool:
+    """Whether a target is Zennit's `attr_output`: none, a tensor of floats, or a function that gives one."""
+    if target is None or (isinstance(target, Tensor) and target.is_floating_point()):
+        return True
+    if not callable(target) or output.ndim < 2:
+        return False
+    value = target(output)
+    return isinstance(value, Tensor) and value.shape == output.shape
+
+
 class ScoreOf:
     """Scores y (n,) whose gradient by the output is `attr_output`: a target for what integrates gradients.
 
@@ -90,6 +100,11 @@ def checked_start(attr_output: AttrOutput) -> AttrOutput:
     """The function with a check of what it gives."""
 
     def start(output: Tensor) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"the model must return a tensor, got {type(output).__name__}; wrap the model in a module "
+                "that returns the scores"
+            )
         value: Any = attr_output(output)
         if not isinstance(value, Tensor) or value.shape != output.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

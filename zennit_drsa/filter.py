@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
 from ._zennit import describe_method, holds_relevance
+from .reuse import SecondRuns, refused_second_runs
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
 
@@ -50,7 +51,7 @@ class VirtualLayer:
         The model, which tells whether relevance or gradients flow back.
     name : str
         Name of the layer that it follows, for messages.
-    subspaces, concept, channel_dim, slot, tolerance, strict, fingerprint
+    subspaces, concept, channel_dim, slot, tolerance, strict, fingerprint, canonizers
         As in `SubspaceFilter`.
     """
 
@@ -66,10 +67,11 @@ class VirtualLayer:
         tolerance: float,
         strict: bool,
         fingerprint: str | None,
+        canonizers: str | None,
     ) -> None:
         self.root, self.layer, self.name, self.subspaces, self.concept = root, layer, name, subspaces, concept
         self.channel_dim, self.slot, self.tolerance = channel_dim, slot, tolerance
-        self.strict, self.fingerprint = strict, fingerprint
+        self.strict, self.fingerprint, self.canonizers = strict, fingerprint, canonizers
         self._is_checked = False
 
     def __call__(self, output: object) -> Tensor:
@@ -91,6 +93,7 @@ class VirtualLayer:
                 channel_dim=self.channel_dim,
                 target=None,
                 model=self.fingerprint,
+                canonizers=self.canonizers,
             )
             check_provenance(made, used, "subspaces", self.strict)
 
@@ -189,12 +192,14 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             concept = _checked_concept(concept, subspaces)
         self.layer, self.subspaces, self.concept, self.channel_dim = layer, subspaces, concept, channel_dim
         self.slot, self.tolerance, self.strict, self.fingerprint = slot, tolerance, strict, fingerprint
+        self.canonizers: str | None = None  # how a composite describes its own, if it says so
         self.module: nn.Module | None = None
         self._name = ""
         self._virtual_layer: VirtualLayer | None = None
         self._handles: list[RemovableHandle] = []
         self._hook_handle: RemovableHandle | None = None
         self._n_runs = 0
+        self._second_runs: SecondRuns | None = None
 
     def apply(self, root_module: nn.Module) -> list[SubspaceFilter]:
         """Insert the virtual layer and return the instance that removes it."""
@@ -219,6 +224,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
                 self.tolerance,
                 self.strict,
                 self.fingerprint,
+                self.canonizers,
             )
         self._handles += [
             root_module.register_forward_pre_hook(self._before_model),
@@ -231,12 +237,14 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         for handle in [*self._handles, self._hook_handle]:
             if handle is not None:
                 handle.remove()
-        self._handles, self._hook_handle = [], None
+        if self._second_runs is not None:
+            self._second_runs.remove()
+        self._handles, self._hook_handle, self._second_runs = [], None, None
         self.module = self._virtual_layer = None
 
     def copy(self) -> SubspaceFilter:
         """A filter with the same parameters, not inserted anywhere."""
-        return SubspaceFilter(
+        copied = SubspaceFilter(
             self.layer,
             self.subspaces,
             self.concept,
@@ -246,13 +254,20 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             strict=self.strict,
             fingerprint=self.fingerprint,
         )
+        copied.canonizers = self.canonizers
+        return copied
 
     # Hooks take positional arguments only, as Zennit's own.
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         self._n_runs = 0
+        if self._second_runs is None:  # a composite adds its rules after its canonizers
+            self._second_runs = refused_second_runs(module)
+        self._second_runs.start()
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._second_runs is not None:
+            self._second_runs.stop()
         if self._n_runs == 0:
             raise ValueError(
                 f"layer {self._name!r} was not run in the forward pass of {type(module).__name__}; choose a "

@@ -170,6 +170,14 @@ class PixelBox(GraphRule):
         super().__init__(stabilizer)
         self.low, self.high = low, high
 
+    def forward(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Remember the layer's input, with a warning if it is not in the box."""
+        super().forward(module, input, output)
+        x = input[0]
+        if x.requires_grad:
+            low, high = (_bound(bound, name, x) for name, bound in _named(self))
+            _warn_outside_box(x.detach(), low, high)
+
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
         """The three terms of z; those of l and h carry their minus sign in the graph."""
         low, high = (_bound(bound, name, input).clone() for name, bound in _named(self))
@@ -295,13 +303,7 @@ class BoundedInput(ForwardRule):
             return None
         values = x.detach()
         low, high = (_bound(bound, name, x) for name, bound in _named(self))
-        if bool((values < low).any()) or bool((values > high).any()):
-            warnings.warn(
-                f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves "
-                "[low, high]: the z^B rule at the first convolution is made for inputs in that box. "
-                "Normalise low and high as the input",
-                stacklevel=2,
-            )
+        _warn_outside_box(values, low, high)
         inputs = [TimesInput.apply(x, value) for value in (values, low, high)]
         x_term, low_term, high_term = _box_terms(module, inputs)
         denominator = x_term - low_term - high_term
@@ -346,6 +348,18 @@ def _box_terms(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         with exchanged(module, {"weight": part, **without_bias}):
             terms.append(module.forward(input))
     return terms
+
+
+def _warn_outside_box(values: Tensor, low: Tensor, high: Tensor) -> None:
+    # Pixels that were normalised in another precision than the bounds may miss them by rounding.
+    slack = 16 * torch.finfo(values.dtype).eps * torch.maximum(low.abs(), high.abs())
+    if bool((values < low - slack).any()) or bool((values > high + slack).any()):
+        warnings.warn(
+            f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves "
+            "[low, high]: the z^B rule at the first convolution is made for inputs in that box. "
+            "Normalise low and high as the input",
+            stacklevel=3,
+        )
 
 
 def _named(rule: PixelBox | BoundedInput) -> tuple[tuple[str, Bound], tuple[str, Bound]]:

@@ -119,7 +119,9 @@ def _shapes(model: nn.Module, example: Tensor) -> list[LayerInfo]:
 
     def hook(name: str, output: object) -> None:
         runs[name] = runs.get(name, 0) + 1
-        shapes[name] = tuple(output.shape[1:]) if isinstance(output, Tensor) and output.ndim > 1 else None
+        # Tokens or windows on the first axis are no activation of an example.
+        fits = isinstance(output, Tensor) and output.ndim > 1 and len(output) == len(example)
+        shapes[name] = tuple(output.shape[1:]) if fits else None  # type: ignore[attr-defined]
 
     handles = [
         module.register_forward_hook(lambda m, args, output, name=name: hook(name, output))

@@ -91,6 +91,11 @@ def collect_pairs(
             of_batch = labels_of(batch) if isinstance(target, str) else target
             chosen = targets_of_batch(of_batch, 0 if isinstance(target, str) else first, n_batch)
             a, c = context(inputs, chosen)
+            if len(a) != n_batch:
+                raise ValueError(
+                    f"the context of {n_batch} images must have an activation (N, …) for each, got shape "
+                    f"{tuple(a.shape)}; choose a layer whose first axis runs over the examples"
+                )
             a, c = (_without_first(values, skip_tokens, channel_dim) for values in (a, c))
             images = range(first, first + n_batch)
             kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim))

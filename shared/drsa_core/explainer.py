@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -157,12 +157,22 @@ class Explainer(ABC):
     def _used_for(self, target: TargetDescription) -> Provenance:
         return Provenance(**self._origin(), channel_dim=self.channel_dim, target=target)
 
-    def _check_use(self, target: Target | TargetDescription, stacklevel: int) -> None:
-        """Compare where the subspaces were made with what they are used for."""
+    def _check_use(
+        self, target: Target | TargetDescription, stacklevel: int, n_outputs: Callable[[], int | None]
+    ) -> None:
+        """Compare where the subspaces were made with what they are used for.
+
+        `n_outputs` gives the number of outputs, None if there is none; only for negative targets is it asked.
+        """
         made = self._fitted().provenance
-        if made is not None:
-            described = target if isinstance(target, str) else describe_target(target, tuple_is_index=True)
-            check_provenance(made, self._used_for(described), "subspaces", self.strict, stacklevel + 1)
+        if made is None:
+            return
+        described = target if isinstance(target, str) else describe_target(target, tuple_is_index=True)
+        used = self._used_for(described)
+        if made.target != used.target and (made.counts_from_the_end or used.counts_from_the_end):
+            n = n_outputs()
+            made, used = made.with_outputs(n), used.with_outputs(n)
+        check_provenance(made, used, "subspaces", self.strict, stacklevel + 1)
 
     def _check_fits(self, activation: Tensor) -> None:
         check_fits(activation, self._fitted().n_features, self.layer_name, self.channel_dim)

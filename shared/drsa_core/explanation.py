@@ -112,17 +112,25 @@ class Explanation:
             else _relative(self.maps.double().sum(1) - whole, whole),
             maps_to_layer=_relative(of_maps - at_layer, at_layer) if relevance else None,
             layer_to_score=float(above) if self.subspaces.is_complete else None,
-            share_of_score=float(of_maps.sum() / self.score.double().sum()) if relevance else None,
+            share_of_score=float(of_maps.sum() / self.score.double().sum())
+            if relevance and not self._scores_cancel
+            else None,
             on_zero_activations=self.losses.on_zero_activations,
             around_the_layer=self.losses.around_the_layer,
-            kept=None
-            if self.kept is None
-            else {
-                name: float(part.double().sum() / self.score.double().sum())
-                for name, part in self.kept.items()
-            },
+            kept=None if self.kept is None or self._scores_cancel else self._shares(self.kept),
             unaccounted=self._unaccounted(),
         )
+
+    @property
+    def _scores_cancel(self) -> bool:
+        """Whether the scores of the examples sum to nothing but rounding, of which a share says nothing."""
+        score = self.score.double()
+        return bool(score.sum().abs() <= 1e-6 * score.abs().sum())
+
+    def _shares(self, parts: Mapping[str, Tensor]) -> dict[str, float]:
+        """The sums of parts over that of the scores."""
+        total = self.score.double().sum()
+        return {name: float(part.double().sum() / total) for name, part in parts.items()}
 
     def _unaccounted(self) -> float | None:
         """What is left of the score without the input's relevance and what is kept, over the score."""
@@ -151,11 +159,11 @@ class Certificate:
         Difference between Σ_k R_k and the score, over the score: what biases and stabilisers above the layer
         keep, and what goes around it.
     share_of_score : float or None
-        Sum of all maps over the score.
+        Sum of all maps over the score; None also where the scores of the examples cancel.
     on_zero_activations, around_the_layer : float or None
         As in `Losses`.
     kept : dict or None
-        Share of the score that does not reach the input, by what keeps it.
+        Share of the score that does not reach the input, by what keeps it; None where the scores cancel.
     unaccounted : float or None
         What is left of the score without the sum of the whole map and what is kept, over the score: relevance
         that got lost where no rule explains it.

@@ -6,7 +6,7 @@ import hashlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # What must agree between learning subspaces and explaining with them.
-USE = ("model", "layer", "channel_dim", "method", "target")
+USE = ("model", "layer", "channel_dim", "method", "canonizers", "target")
 # What must agree between the batches of one collection.
 COLLECTION = (*USE, "backend", "target_order", "positions", "random_state", "skip_tokens")
 
@@ -64,6 +64,9 @@ class Provenance:
         First tokens of each image that were left out; None for parts that differ in it.
     target_order : str or None
         `target_order` of targets that differ from image to image.
+    canonizers : str or None
+        What changed the form of the model before rules were applied, "none" if nothing did. None if that is
+        not known, as in files of earlier versions.
     """
 
     backend: str
@@ -76,11 +79,12 @@ class Provenance:
     random_state: int | None = None
     target_order: str | None = None
     skip_tokens: int | None = 0
+    canonizers: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("backend", "method", "layer"):
             self._check(name, isinstance(getattr(self, name), str), "a string")
-        for name in ("model", "target_order"):
+        for name in ("model", "target_order", "canonizers"):
             self._check(name, isinstance(getattr(self, name), str | None), "a string or None")
         for name in ("channel_dim", "positions", "random_state", "skip_tokens"):
             value = getattr(self, name)
@@ -110,17 +114,36 @@ class Provenance:
         except TypeError as error:
             raise ValueError(f"this is no provenance: {error}") from error
 
+    @property
+    def counts_from_the_end(self) -> bool:
+        """Whether there is a negative target."""
+        targets = self.target if isinstance(self.target, list) else [self.target]
+        return any(isinstance(target, int) and target < 0 for target in targets)
+
+    def with_outputs(self, n_outputs: int | None) -> Provenance:
+        """With negative targets, which count from the end of `n_outputs`, as what they stand for."""
+        target, counted = self.target, n_outputs or 0
+
+        def positive(index: int) -> int:
+            return index + counted if -counted <= index < 0 else index
+
+        if isinstance(target, int):
+            return replace(self, target=positive(target))
+        if isinstance(target, list):
+            return replace(self, target=describe_target([positive(index) for index in target]))
+        return self
+
     def differences(self, other: Provenance, names: Iterable[str] = USE, exact: bool = False) -> list[str]:
         """One line for each named field in which `other` differs, e.g. "layer: 'a' there, 'b' here".
 
-        A model that one side does not know is no difference. Nor are, unless `exact`, a target that one side
-        does not know and some of the targets of `self`.
+        A model or canonizers that one side does not know are no difference. Nor are, unless `exact`, a target
+        that one side does not know and some of the targets of `self`.
         """
         lines = []
         for name in names:
             mine, theirs = getattr(self, name), getattr(other, name)
             unknown = mine is None or theirs is None
-            if mine == theirs or (name == "model" and unknown):
+            if mine == theirs or (name in ("model", "canonizers") and unknown):
                 continue
             # Which labels a loader gave is not kept: "label" stands for any of them.
             if name == "target" and not exact and (unknown or mine == LABEL or _is_part(theirs, mine)):

@@ -97,19 +97,30 @@ def gradient_at_output(output: object, target: Target) -> Tensor:
     return gradient
 
 
+def as_listed(target: Target) -> Target:
+    """The target, as a list if it is another sequence with one entry for each example, such as a range.
+
+    A tuple is an index into an output of several axes.
+    """
+    is_other = isinstance(target, Sequence) and not isinstance(target, list | tuple | str)
+    return list(target) if is_other else target  # type: ignore[arg-type]
+
+
 def target_of_example(target: Target, i: int) -> Target:
-    """The target of example i alone; `select_scores` has seen that there is one for each."""
+    """The target of example i alone; `select_scores` has seen that there is one for each, or one for all."""
+    target = as_listed(target)
     of_example: Callable[[int], Target] | None = getattr(target, "of_example", None)
     if of_example is not None:  # a function that is another one for each example
         return of_example(i)
     if isinstance(target, np.ndarray | Tensor):
         entries = torch.as_tensor(target)
         return int(entries[i] if entries.numel() > 1 else entries)
-    return target[i] if isinstance(target, list) else target
+    return target[i if len(target) > 1 else 0] if isinstance(target, list) else target
 
 
 def targets_of_batch(target: Target, first: int, n_batch: int) -> Target:
     """The part of a target for a whole loader that belongs to its images from `first` on."""
+    target = as_listed(target)
     if isinstance(target, Tensor | np.ndarray) and np.ndim(target) > 0:
         part: Any = target[first : first + n_batch]
     elif isinstance(target, list):
@@ -126,6 +137,7 @@ def targets_of_batch(target: Target, first: int, n_batch: int) -> Target:
 
 def check_length(target: Target, n_images: int) -> None:
     """Raise if a target with one entry for each image has another number of entries."""
+    target = as_listed(target)
     is_list = isinstance(target, list) or (isinstance(target, Tensor | np.ndarray) and np.ndim(target) > 0)
     if is_list and len(target) != n_images:  # type: ignore[arg-type]
         raise ValueError(
@@ -137,6 +149,7 @@ def _indexed(output: Tensor, target: Target, what: str) -> Tensor:
     n_rows = len(output)
     if target is None:
         return output
+    target = as_listed(target)
     if isinstance(target, tuple):
         rows: list[tuple[int, ...]] = [_indices(target, what)] * n_rows
     elif isinstance(target, list) and target and isinstance(target[0], tuple):

@@ -144,8 +144,10 @@ CAPTUM: dict[str, tuple[Callable[[nn.Module], Any], Any, dict[str, Any]]] = {
     "lrp": (LRP, None, {}),
     "feature_ablation": (FeatureAblation, "gradient", {"feature_mask": MASK}),
 }
-# Zennit's LRP wants a canonizer, Captum's DeepLift modules that run once, its LRP modules that have rules.
+# Zennit's LRP wants a canonizer, its BetaSmooth and Captum's DeepLift modules that run once, Captum's LRP
+# modules that have rules.
 SUPPORTED = {
+    "beta_smooth": set(BUILDERS) - {"resnet18"},
     "epsilon_plus": set(_CANONIZERS),
     "deep_lift": {"vgg11_bn", "densenet", "mobilenet_v2", "test_convnext", "test_vit"},
     "lrp": {"vgg11_bn"},

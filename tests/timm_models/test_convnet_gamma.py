@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -249,3 +250,26 @@ def test_maps_by_concept_add_up():
     attributor = DisentangledAttributor(Gradient(model, composite), "layer3", subspaces(256))
     maps = attributor(x, lambda y: y.detach())[1]
     torch.testing.assert_close(maps.sum(1), whole)
+
+
+@pytest.mark.parametrize(
+    "composite",
+    [
+        lambda: ConvNetGamma(0.25, low=0.0, high=1.0, canonizers=[]),
+        lambda: VGGGamma(low=0.0, high=1.0),
+        lambda: NameMapComposite([(["0"], BoundedInput(0.0, 1.0))]),
+    ],
+)
+def test_inputs_outside_of_the_box_are_warned_about(composite):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).eval()
+    x = torch.rand(2, 3, 8, 8)
+    x[0, 0, 0, 0], x[0, 0, 0, 1] = -1e-8, 1 + 1e-7  # rounding
+    run = DisentangledAttributor(Gradient(model, composite()), "1", subspaces(4), tolerance=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.explain(x, 0)
+    with pytest.warns(UserWarning, match=r"ranges from .* to 100 and leaves \[low, high\]"):
+        run.explain(x * 100, 0)
+    with pytest.warns(UserWarning, match=r"ranges from -0\.5.* leaves \[low, high\]"):
+        run.explain(x - 0.5, 0)

@@ -42,6 +42,8 @@ def registered() -> list[str]:
 def test_maps_add_up_to_the_whole(networks, network, composite):
     if composite == "vgg_gamma" and network == "resnet18":
         pytest.skip("VGGGamma is for the VGG family")
+    if composite == "beta_smooth" and network == "resnet18":
+        pytest.skip("the rule of BetaSmooth remembers one run, and a block's ReLU runs twice: refused")
     model = networks[network]
     input = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(2))
     gradient = Gradient(model, make(composite, network))

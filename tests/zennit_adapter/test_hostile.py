@@ -240,6 +240,36 @@ def test_inference_mode_and_compiled_models(attributor) -> None:
         maps(torch.jit.trace(model, input))
 
 
+def test_composites_with_a_register_of_their_own() -> None:
+    class Registers(EpsilonPlus):  # type: ignore[misc]
+        def register(self, module: Any) -> None:
+            super().register(module)
+            self.handles.append(module.head.register_forward_hook(lambda m, args, output: output * 3))
+
+    class Removes(EpsilonPlus):  # type: ignore[misc]
+        def remove(self) -> None:
+            super().remove()
+
+    for composite, name in ((Registers(), "register"), (Removes(), "remove")):
+        for use in (
+            lambda c: DisentangledAttributor(Gradient(small_model(), c), "pool", subspaces(6)),
+            lambda c: DisentangledComposite(c, "pool", subspaces(6)),
+            lambda c: collect(small_model(), c, "pool", [small_input()], 0),
+        ):
+            with pytest.raises(TypeError, match=f"{name!r} of its own, which would be ignored .* canonizer"):
+                use(composite)
+
+    class Inherits(EpsilonPlus):  # type: ignore[misc]
+        """Rules alone."""
+
+    x = small_input()
+    maps = [
+        DisentangledAttributor(Gradient(small_model(), composite), "pool", subspaces(6)).explain(x, 1).maps
+        for composite in (Inherits(), EpsilonPlus())
+    ]
+    assert torch.equal(*maps)
+
+
 def test_attention_modules() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)).eval()
@@ -248,3 +278,44 @@ def test_attention_modules() -> None:
     )
     with pytest.raises(TypeError, match=r"must return one tensor .* got tuple"):
         run(torch.randn(2, 4, 8), torch.ones(2, 4, 3))
+
+
+def test_models_that_return_a_tuple() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_model()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.net(x), x
+
+    run = DisentangledAttributor(Gradient(Two()), "net.pool", subspaces(6))
+    with pytest.raises(TypeError, match="must return a tensor, got tuple; wrap the model"):
+        run(small_input(), TARGET)
+    with pytest.raises(TypeError, match="must return a tensor, got tuple; wrap the model"):
+        run.concept_relevance(small_input(), 1)
+
+
+def test_a_layer_may_be_named_by_any_of_its_names() -> None:
+    class Alias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_model()
+            self.last = self.net.pool
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.net(x)
+            return scores
+
+    model, x = Alias(), small_input()
+    runs = [DisentangledAttributor(Gradient(model), name, subspaces(6)) for name in ("net.pool", "last")]
+    assert runs[0].layer_name == runs[1].layer_name == "net.pool"
+    assert torch.equal(*(run.concept_relevance(x, 1) for run in runs))
+
+
+def test_a_tuple_of_one_input_is_that_input() -> None:
+    run, x = DisentangledAttributor(Gradient(small_model()), "pool", subspaces(6)), small_input()
+    assert torch.equal(run.concept_relevance((x,), 1), run.concept_relevance(x, 1))
+    assert torch.equal(run.context((x,), 1)[1], run.context(x, 1)[1])
+    with pytest.raises(TypeError, match="takes one input tensor"):
+        run.concept_relevance((x, x), 1)

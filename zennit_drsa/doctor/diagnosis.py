@@ -53,6 +53,8 @@ class Diagnosis:
         Largest change of an output by canonization, relative to the largest output.
     training : list of str
         The outermost modules that are in training mode; the examination itself runs in evaluation mode.
+    reused : list of str
+        Modules that run more than once in a forward pass under a rule that remembers one run alone.
     suggestion : str or None
         What makes LRP valid, tried on this model and input; or, if nothing does, what to use instead.
     """
@@ -70,6 +72,7 @@ class Diagnosis:
     training: list[str]
     suggestion: str | None = field(default=None)
     kept: dict[str, float] = field(default_factory=dict)
+    reused: list[str] = field(default_factory=list)
 
     @property
     def in_training(self) -> bool:
@@ -80,6 +83,7 @@ class Diagnosis:
     def findings(self) -> list[str]:
         """What is wrong under this composite, one string each; the mode of the model is not counted."""
         found = [f"{name} (batch norm)" for name in self.unmerged_norms] + self.functional + self.without_rule
+        found += [f"{name} runs more than once" for name in self.reused]
         found += [f"{name} (not finite)" for name in self.non_finite]
         found += [f"{name} (relevance {change:+.3g})" for name, change in self.drift.items()]
         if not self.logit_change <= 1e-3:  # NaN counts
@@ -104,6 +108,7 @@ class Diagnosis:
             ("batch norms left unmerged", self.unmerged_norms),
             ("operations without a rule", self.functional),
             ("modules without a rule", self.without_rule),
+            ("modules that run more than once", self.reused),
             ("non-finite values", self.non_finite),
             ("relevance lost or made without a rule", [f"{k} ({v:+.3g})" for k, v in self.drift.items()]),
         ]

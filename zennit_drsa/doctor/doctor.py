@@ -142,6 +142,7 @@ def _conclude(examination: Examination, training: list[str]) -> Diagnosis:
         kept=dict(kept),
         logit_change=examination.logit_change,
         training=training,
+        reused=examination.reused,
     )
 
 

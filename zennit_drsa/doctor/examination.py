@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from drsa_core.layer import guarded
 from torch import Tensor, nn
-from zennit.core import Composite
+from zennit.core import Composite, Hook
 
 from .._zennit import hooks_on, take_hooks_off
 from ..canonizer import is_merged
 from ..composite import GuardedComposite
 from ..kept import BIASES, CanonicalPart
+from ..reuse import SecondRuns
 from .diagnosis import LayerRelevance
 from .operations import OperationTrace, tensors
 
@@ -39,6 +40,7 @@ class Examination:
     parametric: set[str]
     non_finite: list[str]
     logit_change: float
+    reused: list[str]
 
 
 def examine(
@@ -77,6 +79,12 @@ def _examine(
 
         watch = _Watch()
         watch.attach(modules)
+        reused: dict[str, None] = {}
+
+        def note_reuse(module: nn.Module, hook: Hook) -> None:
+            reused.setdefault(f"{every_name[module]} ({type(module).__name__}: {type(hook).__name__})")
+
+        SecondRuns(model, note_reuse).watch()
         x = input.detach().clone().requires_grad_()
         with torch.enable_grad():
             output = model(x.clone())
@@ -103,6 +111,7 @@ def _examine(
             parametric={every_name[m] for m in modules if next(m.parameters(), None) is not None},
             non_finite=[every_name[m] or "(model)" for m in watch.order if m in watch.non_finite],
             logit_change=_relative_change(output.detach(), original),
+            reused=list(reused),
         )
 
     return GuardedComposite(composite).registered(model, under_rules)

@@ -40,6 +40,11 @@ def suggest(
         return None
     if _has_attention(model, diagnosis):
         return f"LRP has no rules for attention here: {WITHOUT_LRP}"
+    if diagnosis.reused and len(diagnosis.reused) == len(diagnosis.findings):
+        return (
+            "give each use of these modules a module of its own, for instance copy.deepcopy(module), which "
+            f"has the same weights, or {WITHOUT_LRP}"
+        )
     rewrite = (
         "write the operations as modules, in the model or by a canonizer (torch.nn.AdaptiveAvgPool2d for "
         f"pooling, zennit.layer.Sum for sums, torch.nn.ReLU and its kin), or {WITHOUT_LRP}"

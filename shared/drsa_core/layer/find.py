@@ -46,6 +46,9 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
     modules = dict(model.named_modules())
     if layer in modules:
         return layer, modules[layer]
+    aliases = dict(model.named_modules(remove_duplicate=False))
+    if layer in aliases:  # one module, one name: provenances are compared by it
+        return next((name, module) for name, module in modules.items() if module is aliases[layer])
     close = difflib.get_close_matches(layer, modules, n=3, cutoff=0.3)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see model.named_modules()"
     raise ValueError(f"{type(model).__name__} has no layer {layer!r}; {hint}")

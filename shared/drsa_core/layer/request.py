@@ -99,7 +99,7 @@ class Request:
                     f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
                     "single activation; choose a layer that runs once (e.g. the block around it)"
                 )
-            return cut(as_activation(activation, self.layer, self.layer_name, self.channel_dim))
+            return cut(self._checked(activation, len(self)))
 
         with _hooked(self.layer, hook):
             output = self.forward(*copies(self.inputs), *self.args)
@@ -116,7 +116,7 @@ class Request:
         found: list[Tensor] = []
 
         def hook(activation: object) -> Tensor:
-            found.append(as_activation(activation, self.layer, self.layer_name, self.channel_dim))
+            found.append(self._checked(activation, len(args[0])))
             raise _Stop
 
         n_inputs = len(self.inputs)
@@ -126,6 +126,9 @@ class Request:
             except _Stop:
                 return found[0]
         raise ValueError(_not_reached(self.layer_name))
+
+    def _checked(self, activation: object, n_examples: int) -> Tensor:
+        return as_activation(activation, self.layer, self.layer_name, self.channel_dim, n_examples)
 
 
 def copies(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

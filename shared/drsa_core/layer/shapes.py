@@ -10,8 +10,13 @@ from torch import Tensor, nn
 _FEATURES_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
-def as_activation(output: object, layer: nn.Module, name: str, channel_dim: int) -> Tensor:
-    """A layer's output, if it is one floating-point tensor (N, …) with features along `channel_dim`."""
+def as_activation(
+    output: object, layer: nn.Module, name: str, channel_dim: int, n_examples: int | None = None
+) -> Tensor:
+    """A layer's output, if it is one floating-point tensor (N, …) with features along `channel_dim`.
+
+    `n_examples` is the number of examples N; None if that is not known.
+    """
     if not isinstance(output, Tensor) or output.ndim < 2:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(
@@ -21,6 +26,15 @@ def as_activation(output: object, layer: nn.Module, name: str, channel_dim: int)
     if not torch.is_floating_point(output):
         raise TypeError(f"layer {name!r} must return floating-point activations, got {output.dtype}")
     shape = tuple(output.shape)
+    if n_examples is not None and shape[0] != n_examples:
+        hint = ""
+        if shape[1] == n_examples:
+            hint = "; if its second axis runs over them, build its attention or RNN with batch_first=True"
+        raise ValueError(
+            f"the first axis of a layer's output must run over the examples, {n_examples} here, but layer "
+            f"{name!r} gives shape {shape}: it has other things there, such as tokens or windows. Choose "
+            f"another layer, e.g. the block around it{hint}. A single example is a batch too, x[None]"
+        )
     if not -len(shape) <= channel_dim < len(shape):
         raise ValueError(
             f"channel_dim={channel_dim} is not an axis of the activation of layer {name!r}, which has shape "
