@@ -208,3 +208,18 @@ def test_scores_that_cancel_have_no_share() -> None:
     assert cancelling.share_of_score is None
     assert "sum of all maps: not defined here" in str(cancelling)
     assert run.explain(x, 1).certificate().share_of_score is not None
+
+
+def test_an_explanation_prints_as_one_line() -> None:
+    attributor = DisentangledAttributor(Gradient(network(), EpsilonPlus()), "1", subspaces())
+    found = repr(attributor.explain(images(), 1))
+    assert "\n" not in found
+    assert "2 examples, 3 concepts" in found
+    assert "maps (3, 8, 8), layer '1'" in found
+
+
+def test_a_certificate_says_what_is_not_defined() -> None:
+    attributor = DisentangledAttributor(Gradient(network(), EpsilonPlus()), "1", subspaces())
+    printed = str(attributor.explain(images(), 1, whole=False).certificate())
+    assert "against the whole map: not defined here" in printed
+    assert "off by not defined" not in printed

@@ -30,7 +30,7 @@ class Losses:
     around_the_layer: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """K concept maps of N examples.
 
@@ -75,6 +75,14 @@ class Explanation:
     kept: Mapping[str, Tensor] | None = None
     position_relevance: Tensor | None = None
     token_layout: TokenLayout | None = None
+
+    def __repr__(self) -> str:
+        """One line: tensors of whole images would fill the screen."""
+        n_examples, n_concepts, *shape = self.maps.shape
+        return (
+            f"Explanation({n_examples} examples, {n_concepts} concepts {self.subspaces.names}, maps "
+            f"{tuple(shape)}, layer {self.provenance.layer!r})"
+        )
 
     @property
     def token_maps(self) -> Tensor:
@@ -193,9 +201,9 @@ class Certificate:
         return "\n".join(
             [
                 f"subspaces: {complete}",
-                f"Σ_k maps against the whole map: off by {_shown(self.maps_to_whole)}",
-                f"Σ_pixels of each map against R_k at the layer: off by {_shown(self.maps_to_layer)}",
-                f"Σ_k R_k at the layer against the score: off by {_shown(self.layer_to_score)}",
+                f"Σ_k maps against the whole map: {_off(self.maps_to_whole)}",
+                f"Σ_pixels of each map against R_k at the layer: {_off(self.maps_to_layer)}",
+                f"Σ_k R_k at the layer against the score: {_off(self.layer_to_score)}",
                 f"sum of all maps: {_shown(self.share_of_score)} of the score",
                 f"lost on zero activations: {_shown(self.on_zero_activations)}",
                 f"goes around the layer: {_shown(self.around_the_layer)}",
@@ -209,6 +217,10 @@ _TINY = torch.finfo(torch.float64).tiny
 
 def _relative(difference: Tensor, reference: Tensor) -> float:
     return float(difference.abs().max() / reference.abs().max().clamp(min=_TINY))
+
+
+def _off(value: float | None) -> str:
+    return _shown(value) if value is None else f"off by {_shown(value)}"
 
 
 def _shown(value: float | None) -> str:
