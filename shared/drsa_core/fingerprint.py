@@ -115,7 +115,7 @@ class _Version:
                 facts.append(name)
                 _feed_tensor(rest, value, name)
         # One transfer for each type and device, not for each tensor.
-        parts = [_bytes_of(torch.cat(some)) for some in samples.values()]
+        parts = [bytes_of(torch.cat(some)) for some in samples.values()]
         return cls(tuple(tensors), tuple(facts), b"".join([rest.digest(), *parts]))
 
     def is_same(self, other: _Version) -> bool:
@@ -281,9 +281,10 @@ def _feed_tensor(digest: _Digest, tensor: Tensor, name: str) -> None:
     else:
         parts = [tensor]
     for part in parts:
-        digest.update(_bytes_of(part))
+        digest.update(bytes_of(part))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor in row-major order, as they lie in memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return plain.view(torch.uint8).numpy().data

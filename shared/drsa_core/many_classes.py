@@ -165,9 +165,7 @@ def fit_many(
                 if is_turn:
                     stack.enter_context(_opened(kept, settings, ranks))
         with ranks.all_or_none("collecting"):
-            n_own = collect_classes(
-                explainer, loader, kept, wanted, positions, random_state, ranks, progress
-            )
+            n_own = collect_classes(explainer, loader, kept, wanted, positions, random_state, ranks, progress)
         ranks.meet("the end of the collection")
         n_batches = sum(ranks.numbers(n_own))
         if kept.numbers() != list(range(n_batches)):

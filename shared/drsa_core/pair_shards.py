@@ -22,8 +22,7 @@ from .validation import check_pairs
 
 #: Bytes that samples in work may take, by default.
 MEMORY = 2**30
-#: Arrays of a chunk's size that an evaluation of DRSA's objective holds at a time; measured in
-#: tests/benchmarks/bench_streams.py.
+#: Arrays of a chunk's size that an evaluation of DRSA's objective holds at a time, generously counted.
 COPIES = 12
 
 

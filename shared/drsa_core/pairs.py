@@ -16,7 +16,7 @@ from torch import Tensor
 from .provenance import Provenance
 from .scaling import unit_scale
 from .storage import read_rows, read_shapes, read_tensors, write_tensors
-from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int
+from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int, own_copy
 
 _KIND = "pairs"
 _FORMAT_VERSION = 2
@@ -48,7 +48,7 @@ class Pairs:
         provenance: Provenance | None = None,
     ) -> None:
         checked_a, checked_c = check_pairs(a, c, min_rows=0)
-        self._a, self._c = _own(checked_a), _own(checked_c)
+        self._a, self._c = own_copy(checked_a), own_copy(checked_c)
         self._image = _check_image(image, len(self._a)).clone()
         self._provenance = _check_type(provenance)
 
@@ -187,10 +187,6 @@ def pair_file_batch(path: str | PathLike[str]) -> str | None:
     _, header = read_shapes(path, _KIND, _FORMAT_VERSION)
     digest = header.get("batch")
     return digest if isinstance(digest, str) else None
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _check_image(image: Tensor | np.ndarray[Any, Any] | None, n_rows: int) -> Tensor:

@@ -67,7 +67,9 @@ def test_what_is_done_is_compared_where_it_is_loaded() -> None:
     def compared(loader: Any, done: set[int]) -> list[tuple[int, float]]:
         found: list[tuple[int, float]] = []
         batches = NumberedBatches(loader, progress=False)
-        list(batches.missing(lambda number, _: number in done, lambda n, b: found.append((n, float(b[1][0])))))
+        list(
+            batches.missing(lambda number, _: number in done, lambda n, b: found.append((n, float(b[1][0]))))
+        )
         return found
 
     images = Loads()
@@ -89,5 +91,9 @@ def test_random_orders_cannot_be_kept() -> None:
     ):
         with pytest.raises(ValueError, match="another order in every run.*shuffle=False"):
             NumberedBatches(loader).check_can_be_kept()
-    for kept in (DataLoader(images, 4), DataLoader(images, 4, shuffle=True, generator=generator), [images[0]]):
+    for kept in (
+        DataLoader(images, 4),
+        DataLoader(images, 4, shuffle=True, generator=generator),
+        [images[0]],
+    ):
         NumberedBatches(kept).check_can_be_kept()

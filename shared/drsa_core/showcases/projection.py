@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..fingerprint import model_fingerprint
 from ..layer import Request, check_fits, find_layer
 from ..parameters import as_float, as_int
+from ..precision import full_precision
 from ..provenance import Provenance, check_provenance
 from ..subspaces import Subspaces
 from ..validation import as_float_tensor, check_finite, check_matrix
@@ -121,10 +122,12 @@ class ProjectedModel(DropIn):
         object.__setattr__(self, "directions", directions)
         object.__setattr__(self, "usual", reference.mean(0))
         # By sorting: torch's quantile refuses more than 16 million values.
-        scores = (reference @ directions.to(reference).T).sort(0).values
+        with full_precision():
+            scores = (reference @ directions.to(reference).T).sort(0).values
         at = min(int(quantile * len(scores)), len(scores) - 1)
         object.__setattr__(self, "thresholds", scores[at])
 
+    @full_precision()
     def scores(self, a: Tensor) -> Tensor:
         """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …)."""
         return a.movedim(self.channel_dim, -1) @ self.directions.to(a).T
