@@ -170,8 +170,8 @@ def fit_many(
         n_batches = sum(ranks.numbers(n_own))
         if kept.numbers() != list(range(n_batches)):
             raise ValueError(
-                f"{folder} holds {len(kept.numbers())} batches, but the loader gives {n_batches}: the job was "
-                "begun with more data. Give all of it again, or use another folder"
+                f"{folder} holds {len(kept.numbers())} batches, but the loader gives {n_batches}: the job "
+                "was begun with more data. Give all of it again, or use another folder"
             )
         fits = _Fits(kept, solver, dict(names or {}), memory, ranks)
         with ranks.all_or_none("fitting"):

@@ -109,9 +109,9 @@ class NumberedBatches:
             is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
             if is_random and getattr(sampler, "generator", None) is None:
                 raise ValueError(
-                    f"the loader's {type(sampler).__name__} gives another order in every run, so that a store "
-                    "cannot know which images are done; give shuffle=False (positions are random anyway), or "
-                    "the sampler a generator with a seed of its own for every run"
+                    f"the loader's {type(sampler).__name__} gives another order in every run, so that a "
+                    "store cannot know which images are done; give shuffle=False (positions are random "
+                    "anyway), or the sampler a generator with a seed of its own for every run"
                 )
 
     def missing(

@@ -291,8 +291,8 @@ class Subspaces:
         """
         if dtype is not None and dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"subspaces are in float32 or float64, got dtype={dtype}: rounded to it, a basis would not be "
-                "orthonormal. A model in half precision takes them as they are"
+                f"subspaces are in float32 or float64, got dtype={dtype}: rounded to it, a basis would not "
+                "be orthonormal. A model in half precision takes them as they are"
             )
         dual = None if self.dual is None else self.dual.to(device=device, dtype=dtype)
         basis = self.basis.to(device=device, dtype=dtype)

@@ -89,7 +89,7 @@ def test_random_orders_cannot_be_kept() -> None:
         DataLoader(images, 4, sampler=SubsetRandomSampler([3, 1, 2])),
         DataLoader(images, batch_sampler=inner),
     ):
-        with pytest.raises(ValueError, match="another order in every run.*shuffle=False"):
+        with pytest.raises(ValueError, match=r"another order in every run.*shuffle=False"):
             NumberedBatches(loader).check_can_be_kept()
     for kept in (
         DataLoader(images, 4),

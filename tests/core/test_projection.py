@@ -131,7 +131,7 @@ def test_concepts_of_another_layer_or_activation_are_noticed() -> None:
     # Of the convolution LRP saw the output of the merged batch norm: nothing could stand out in the model's.
     subspaces, context, usual = learned("0")
     with pytest.raises(
-        ValueError, match="a BatchNorm2d follows.*does not have. Learn them at the batch norm"
+        ValueError, match=r"a BatchNorm2d follows.*does not have\. Learn them at the batch norm"
     ):
         ProjectedModel(model, "0", subspaces, [0], context, usual)
     ProjectedModel(model, "0", subspaces.with_provenance(None), [0], context, usual)

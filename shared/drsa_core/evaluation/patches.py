@@ -71,8 +71,8 @@ def _with_five_axes(maps: Tensor, inputs: Tensor | None) -> Tensor:
     n = int(maps.shape[1])
     if n > 1:  # else one map of one channel, in both readings
         how = (
-            f"maps[:, None] for one map of C = {n} channels, maps[:, :, None] for K = {n} maps without channels "
-            "(such as token_maps)"
+            f"maps[:, None] for one map of C = {n} channels, maps[:, :, None] for K = {n} maps without "
+            "channels (such as token_maps)"
         )
         if inputs is None or maps.shape[1:] != inputs.shape[1:]:
             raise ValueError(f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give {how}")

@@ -163,8 +163,8 @@ def _check_activation(model: nn.Module, layer: nn.Module, name: str, made: Prove
     follower = next((after for before, after in pairwise(leaves) if before is last), None)
     if isinstance(last, _LINEAR) and isinstance(follower, nn.modules.batchnorm._BatchNorm):
         raise ValueError(
-            f"layer {name!r} ends with a {type(last).__name__}, and a {type(follower).__name__} follows, which "
-            "canonizers merge into it for LRP: the subspaces are of an activation that the model itself does "
-            "not have. Learn them at the batch norm or after it; if no canonizer was used, give "
+            f"layer {name!r} ends with a {type(last).__name__}, and a {type(follower).__name__} follows, "
+            "which canonizers merge into it for LRP: the subspaces are of an activation that the model "
+            "itself does not have. Learn them at the batch norm or after it; if no canonizer was used, give "
             "subspaces.with_provenance(None)"
         )
