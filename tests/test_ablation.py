@@ -141,6 +141,8 @@ def normed() -> nn.Sequential:
         ).eval()
         norm = network[1]
         assert isinstance(norm, nn.BatchNorm2d)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
         with torch.no_grad():
             norm.running_mean.normal_()
             norm.running_var.uniform_(0.1, 3)

@@ -199,7 +199,7 @@ def gathered(folder: Path, loader: Any, target: Any = 0, store: bool = True) -> 
         return x, x * (torch.as_tensor(target).reshape(-1, 1) + 1)
 
     kept = PairStore(folder) if store else None
-    about = {"backend": "zennit", "method": "m", "layer": "l", "model": None}
+    about: dict[str, Any] = {"backend": "zennit", "method": "m", "layer": "l", "model": None}
     return collect_pairs(context, loader, target, random_state=0, store=kept, progress=False, **about)
 
 

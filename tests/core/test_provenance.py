@@ -136,7 +136,7 @@ def test_a_constant_of_the_module_counts() -> None:
 )
 def test_a_constant_of_the_module_counts_inside_of_generators_and_functions(body: str) -> None:
     def of_constant(value: int) -> Any:
-        module = {"CLASS": value, "torch": torch}
+        module: dict[str, Any] = {"CLASS": value, "torch": torch}
         exec(f"def target(output): return {body}", module)
         return describe_target(module["target"])
 
