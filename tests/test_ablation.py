@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from captum.attr import InputXGradient, IntegratedGradients
-from drsa_core import RandomSubspaces, Subspaces
+from drsa_core import PRCA, ProvenanceWarning, RandomSubspaces, Subspaces
 from drsa_core.evaluation import ConceptAblation, compare_ablations, concept_ablation
 from drsa_core.plot import ablation_scatter
 from torch import Tensor, nn
 from zennit.attribution import Gradient
+from zennit.canonizers import SequentialMergeBatchNorm
 from zennit.composites import EpsilonPlus
 
 from captum_drsa import DisentangledAttribution
@@ -127,6 +130,65 @@ def test_paths_around_the_layer_stay(x: Tensor) -> None:
     with pytest.warns(match="around"):
         result = concept_ablation(wrapper, x, 0)
     torch.testing.assert_close(result.drop[:, 0], (network(x) - network.head(x.flatten(1)))[:, 0].detach())
+
+
+def normed() -> nn.Sequential:
+    """A batch norm that does much, between the layer and its ReLU."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4, 3)
+        ).eval()
+        norm = network[1]
+        assert isinstance(norm, nn.BatchNorm2d)
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        with torch.no_grad():
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.1, 3)
+            norm.weight.uniform_(0.5, 3)
+            norm.bias.normal_()
+    return network
+
+
+def test_concepts_are_taken_out_of_the_activation_that_they_are_of(x: Tensor) -> None:
+    """A canonizer merges the batch norm into the layer: the activation of LRP is that of both."""
+    network, subspaces = normed(), blocks()
+    before = model_state(network)
+    composite = EpsilonPlus(canonizers=[SequentialMergeBatchNorm()])
+    wrapper = DisentangledAttributor(Gradient(network, composite), "0", subspaces)
+    with torch.no_grad():
+        a = network[:2](x)
+        whole = network[2:](a)[:, 1]
+        drops = [whole - network[2:](a - subspaces.project(a, k))[:, 1] for k in range(3)]
+    expected = torch.stack(drops, 1)
+    for found in (concept_ablation(wrapper, x, 1), compare_ablations(wrapper, x, 1, [subspaces])[0]):
+        torch.testing.assert_close(found.drop, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found.score, whole, rtol=1e-3, atol=1e-4)
+    assert model_state(network) == before
+    with wrapper:
+        torch.testing.assert_close(concept_ablation(wrapper, x, 1).drop, expected, rtol=1e-3, atol=1e-4)
+    assert model_state(network) == before
+
+
+@pytest.mark.parametrize("backend", ["captum", "zennit"])
+def test_own_subspaces_of_something_else_are_not_used_in_silence(backend: str, x: Tensor) -> None:
+    def wrapper(layer: str, **options: Any) -> DisentangledAttribution | DisentangledAttributor:
+        network = normed()
+        if backend == "captum":
+            return DisentangledAttribution(InputXGradient(network), layer, **options)
+        return DisentangledAttributor(Gradient(network), layer, **options)
+
+    learned = wrapper("0").fit([x], 1, PRCA(2)).subspaces
+    assert learned is not None
+    with pytest.raises(ValueError, match="layer: '0' there, '2' here"):
+        concept_ablation(wrapper("2", subspaces=learned, strict=True), x, 1)
+    with pytest.warns(ProvenanceWarning, match="target: 1 there, 0 here") as caught:
+        concept_ablation(wrapper("0", subspaces=learned), x, 0)
+    assert {warning.filename for warning in caught} == {__file__}
+    # As they were learned, and those that are given on purpose, without a word.
+    concept_ablation(wrapper("0", subspaces=learned, strict=True), x, 1)
+    concept_ablation(wrapper("2", strict=True), x, 1, learned)
 
 
 def test_model_and_inputs_come_back(x: Tensor) -> None:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,19 @@ from .atomic_files import remove_leftovers, write_json
 from .collect import labels_of, moved, pairs_at_positions
 from .explainer import Explainer
 from .layer.request import Inputs
-from .numbered_batches import NumberedBatches, inputs_of
+from .numbered_batches import NumberedBatches, batch_digest, check_same_batch, inputs_of
 from .pair_store import PairStore
 from .pairs import Pairs
 from .provenance import Provenance
 from .ranks import Ranks
 from .target import LABEL
+
+
+class BatchOfClass(NamedTuple):
+    """How many images of a class a batch has, and the digest of the batch, if that was kept."""
+
+    n_images: int
+    digest: str | None
 
 
 @dataclass(frozen=True)
@@ -68,27 +75,38 @@ class ClassPairs:
             )
         return all(self._file(int(label), number).exists() for label in entry["classes"])
 
-    def put(self, number: int, n_images: int, pairs: dict[int, Pairs]) -> None:
+    def compare(self, number: int, batch: Any) -> None:
+        """Raise an error if a batch in the journal was another one; entries of earlier releases pass."""
+        entry = self._entry(number)
+        before = None if entry is None else entry.get("digest")
+        check_same_batch(before, batch, True, f"batch {number} of {self.folder}")
+
+    def put(self, number: int, batch: Any, n_images: int, pairs: dict[int, Pairs]) -> None:
         """Store the pairs of a batch, class by class, then the entry of the journal."""
         for label, of_class in pairs.items():
             file = self._file(label, number)
             file.parent.mkdir(exist_ok=True)
             of_class.with_provenance(self.of_class(label)).save(file)
         classes = {str(label): int(of_class.image.max()) + 1 for label, of_class in pairs.items()}
-        write_json(self._journal / f"{number:06d}.json", {"images": n_images, "classes": classes})
+        entry = {"images": n_images, "classes": classes, "digest": batch_digest(batch, True)}
+        write_json(self._journal / f"{number:06d}.json", entry)
 
     def of_class(self, label: int) -> Provenance:
         """How the pairs of one class are made."""
         return replace(self.provenance, target=label)
 
-    def contents(self) -> dict[int, dict[int, int]]:
-        """For each class, in order, its number of images in each batch that has some."""
-        found: dict[int, dict[int, int]] = defaultdict(dict)
-        for file in sorted(self._journal.glob("*.json")):
-            entry = self._entry(int(file.stem))
+    def contents(self) -> dict[int, dict[int, BatchOfClass]]:
+        """For each class, in order, what each batch has of it, by the number of the batch."""
+        found: dict[int, dict[int, BatchOfClass]] = defaultdict(dict)
+        for number in self.numbers():
+            entry = self._entry(number)
             for label, n_images in ({} if entry is None else entry["classes"]).items():
-                found[int(label)][int(file.stem)] = n_images
+                found[int(label)][number] = BatchOfClass(n_images, (entry or {}).get("digest"))
         return {label: found[label] for label in sorted(found)}
+
+    def numbers(self) -> list[int]:
+        """Numbers of the batches in the journal."""
+        return sorted(int(file.stem) for file in self._journal.glob("*.json"))
 
     @property
     def _journal(self) -> Path:
@@ -121,7 +139,7 @@ def collect_classes(
     random_state: int,
     ranks: Ranks,
     progress: bool | None,
-) -> None:
+) -> int:
     """This rank's part of the batches of a loader, each explained for its labels, into the stores of classes.
 
     Parameters
@@ -136,11 +154,17 @@ def collect_classes(
     positions, random_state, progress
         As in `collect_pairs`.
     ranks : Ranks
+
+    Returns
+    -------
+    int
+        Number of batches of this rank.
     """
     parameter = next(explainer._known_model().parameters(), None)
     device = None if parameter is None else parameter.device
     batches = NumberedBatches(loader, ranks, progress)
-    for number, first, n_images, batch in batches.missing(kept.holds):
+    batches.check_can_be_kept()
+    for number, first, n_images, batch in batches.missing(kept.holds, kept.compare):
         labels = _checked_labels(batch, n_images)
         wanted = [i for i, label in enumerate(labels) if classes is None or label in classes]
         pairs = {}
@@ -154,9 +178,10 @@ def collect_classes(
                 pairs[label] = pairs_at_positions(
                     a[rows], c[rows], positions, random_state, images, explainer.channel_dim
                 )
-        kept.put(number, n_images, pairs)
+        kept.put(number, batch, n_images, pairs)
     if not batches.n_images:
         raise ValueError("the loader gave no images; an iterator can be used up only once")
+    return len(batches.own)
 
 
 def _checked_labels(batch: Any, n_images: int) -> list[int]:

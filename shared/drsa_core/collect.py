@@ -75,6 +75,8 @@ def collect_pairs(
     skip_tokens = as_int(skip_tokens, "skip_tokens", 0)
     random_state = as_seed(random_state)
     batches = NumberedBatches(loader, ranks, progress)
+    if store is not None:
+        batches.check_can_be_kept()
     seed = ranks.from_first(torch.Generator().seed()) if random_state is None else random_state
     provenance = Provenance(
         **origin,
@@ -86,7 +88,7 @@ def collect_pairs(
         target_order=None if isinstance(target, str | tuple) else target_order(target),
     )
     with _kept(store, provenance, ranks) as kept:
-        for number, first, n_batch, batch in batches.missing(kept.holds):
+        for number, first, n_batch, batch in batches.missing(kept.holds, kept.compare):
             inputs = moved(inputs_of(batch), device)
             of_batch = labels_of(batch) if isinstance(target, str) else target
             chosen = targets_of_batch(of_batch, 0 if isinstance(target, str) else first, n_batch)
@@ -98,7 +100,7 @@ def collect_pairs(
                 )
             a, c = (_without_first(values, skip_tokens, channel_dim) for values in (a, c))
             images = range(first, first + n_batch)
-            kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim))
+            kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim), batch)
         if not isinstance(target, str):
             check_length(target, batches.n_images)
         if not batches.n_images:
@@ -157,8 +159,11 @@ class _Kept(Protocol):
     def holds(self, number: int, n_images: int) -> bool:
         """Whether a batch is there."""
 
-    def put(self, number: int, pairs: Pairs) -> None:
-        """Keep a batch."""
+    def compare(self, number: int, batch: Any) -> None:
+        """Raise an error if a batch that is there was made from another one."""
+
+    def put(self, number: int, pairs: Pairs, batch: Any) -> None:
+        """Keep the pairs of a batch."""
 
     def load(self, numbers: range) -> Pairs:
         """The pairs of some batches."""
@@ -171,7 +176,10 @@ class _InMemory:
     def holds(self, number: int, n_images: int) -> bool:
         return number in self.parts
 
-    def put(self, number: int, pairs: Pairs) -> None:
+    def compare(self, number: int, batch: Any) -> None:
+        """Nothing is there before a collection begins."""
+
+    def put(self, number: int, pairs: Pairs, batch: Any) -> None:
         self.parts[number] = pairs.to("cpu")
 
     def load(self, numbers: range) -> Pairs:
@@ -180,7 +188,7 @@ class _InMemory:
 
 class _InStore:
     def __init__(self, store: PairStore, writer: PairWriter) -> None:
-        self.store, self.holds, self.put = store, writer.holds, writer.put
+        self.store, self.holds, self.compare, self.put = store, writer.holds, writer.compare, writer.put
 
     def load(self, numbers: range) -> Pairs:
         return self.store.load(numbers=numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ from .solvers.estimator import Solver, learn_subspaces
 from .subspaces import Subspaces
 from .target import Target
 from .token_maps import find_layout
+
+_T = TypeVar("_T")
 
 
 class Explainer(ABC):
@@ -65,6 +67,10 @@ class Explainer(ABC):
     @abstractmethod
     def _known_model(self) -> nn.Module:
         """The model, or the part of it that is known."""
+
+    def _in_context(self, work: Callable[[], _T]) -> _T:
+        """`work()` while the model is as this method explains it, e.g. with its batch norms merged."""
+        return work()
 
     # ------------------------------------------------------------------ learning the concepts
 

@@ -115,7 +115,7 @@ class _Version:
                 facts.append(name)
                 _feed_tensor(rest, value, name)
         # One transfer for each type and device, not for each tensor.
-        parts = [_bytes_of(torch.cat(some)) for some in samples.values()]
+        parts = [bytes_of(torch.cat(some)) for some in samples.values()]
         return cls(tuple(tensors), tuple(facts), b"".join([rest.digest(), *parts]))
 
     def is_same(self, other: _Version) -> bool:
@@ -220,9 +220,29 @@ def _parts(value: Any) -> list[Any]:
     elif isinstance(value, nn.Module):
         return []  # a model has a fingerprint of its own; here its type is enough
     # Of another object what is simple: whatever else it holds, a loader for instance, may change in use.
-    own = {name: part for name, part in getattr(value, "__dict__", {}).items() if isinstance(part, _SIMPLE)}
+    own = {name: part for name, part in _attributes(value).items() if isinstance(part, _SIMPLE)}
     call = getattr(type(value), "__call__", None)  # noqa: B004 - the function itself is wanted
     return [own, *([call] if isinstance(call, types.FunctionType) else [])]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Attributes of an object, also those in the slots of its class and of the classes above."""
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            # Python writes the class into names with two underscores in front.
+            is_private = name.startswith("__") and not name.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Names that a function looks up, also in generators, comprehensions and functions inside of it."""
+    inner = [_global_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
@@ -233,7 +253,7 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
         except ValueError:  # a name that is assigned later
             captured.append(None)
     # Of the module's names only constants: what they import has versions of its own.
-    used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    used = {name: function.__globals__.get(name) for name in _global_names(function.__code__)}
     constants = {name: value for name, value in used.items() if isinstance(value, _CONSTANT)}
     return [function.__code__, function.__defaults__, function.__kwdefaults__, captured, constants]
 
@@ -261,9 +281,10 @@ def _feed_tensor(digest: _Digest, tensor: Tensor, name: str) -> None:
     else:
         parts = [tensor]
     for part in parts:
-        digest.update(_bytes_of(part))
+        digest.update(bytes_of(part))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor in row-major order, as they lie in memory."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return plain.view(torch.uint8).numpy().data

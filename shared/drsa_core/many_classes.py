@@ -6,6 +6,7 @@ of the pass and then the classes are shared by the ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from .atomic_files import remove_leftovers, write_json
 from .class_pairs import ClassPairs, collect_classes, label_provenance
 from .explainer import Explainer
 from .file_locks import locked
+from .fingerprint import feed
 from .pair_shards import MEMORY
 from .parameters import as_int
 from .ranks import Ranks, joined_ranks
@@ -98,6 +100,8 @@ def fit_many(
     """Collect pairs of all classes in one pass over a loader, and learn the subspaces of each class.
 
     What is done is kept: started again with the same arguments after a crash, the job does what is missing.
+    With more batches at the end of the loader, they are added, and their classes learned again. The first and
+    the last batch that are done are loaded to see whether the data is the same.
 
     Parameters
     ----------
@@ -161,8 +165,14 @@ def fit_many(
                 if is_turn:
                     stack.enter_context(_opened(kept, settings, ranks))
         with ranks.all_or_none("collecting"):
-            collect_classes(explainer, loader, kept, wanted, positions, random_state, ranks, progress)
+            n_own = collect_classes(explainer, loader, kept, wanted, positions, random_state, ranks, progress)
         ranks.meet("the end of the collection")
+        n_batches = sum(ranks.numbers(n_own))
+        if kept.numbers() != list(range(n_batches)):
+            raise ValueError(
+                f"{folder} holds {len(kept.numbers())} batches, but the loader gives {n_batches}: the job "
+                "was begun with more data. Give all of it again, or use another folder"
+            )
         fits = _Fits(kept, solver, dict(names or {}), memory, ranks)
         with ranks.all_or_none("fitting"):
             fits.run(progress)
@@ -173,7 +183,12 @@ def _described(solver: Solver) -> str:
     """A solver with its parameters, those that change nothing in its result left out."""
     parameters: dict[str, Any] = getattr(solver, "get_params", dict)()
     named = {name: value for name, value in parameters.items() if name != "progress"}
-    return f"{type(solver).__name__} {named}" if named else repr(solver)
+    if named:
+        return f"{type(solver).__name__} {named}"
+    # Its state instead: a `repr` may hold an address, which is another one in every run.
+    digest = hashlib.sha256()
+    feed(digest, solver)
+    return f"{type(solver).__name__} {digest.hexdigest()[:12]}"
 
 
 @contextmanager
@@ -229,6 +244,10 @@ class _Fits:
 
     def run(self, progress: bool | None) -> None:
         """This rank's classes: every `size`-th of those that are missing."""
+        if self.ranks.is_first:
+            for label in self.contents:
+                if self._file(label).exists() and not self._is_current(label):
+                    self._file(label).unlink()  # so that the index does not show it meanwhile
         missing = [label for label in self.contents if not self._file(label).exists()]
         # The first rank says which, so that one that is late does not miss what another has just finished.
         missing = self.ranks.from_first(missing)
@@ -258,9 +277,22 @@ class _Fits:
             found = learn_subspaces(solver, store.load())
         seconds = time.perf_counter() - begin
         found = found.with_metadata(
-            class_index=label, n_images=sum(batches.values()), fit_seconds=round(seconds, 3)
+            class_index=label, fit_seconds=round(seconds, 3), **self._learned_from(label)
         )
         found.save(self._file(label))
+
+    def _learned_from(self, label: int) -> dict[str, Any]:
+        """Number of images and digest of the batches of a class, for the metadata of its subspaces."""
+        digest = hashlib.sha256()
+        feed(digest, self.contents[label])
+        n_images = sum(batch.n_images for batch in self.contents[label].values())
+        return {"n_images": n_images, "batches": digest.hexdigest()[:16]}
+
+    def _is_current(self, label: int) -> bool:
+        """Whether the subspaces in a file were learned from the batches that are there now."""
+        metadata = subspaces_header(self._file(label))["metadata"]
+        # Files of earlier releases hold the number of images alone.
+        return all(metadata.get(key, value) == value for key, value in self._learned_from(label).items())
 
     def index(self) -> ClassIndex:
         """What all ranks have found; the first one writes it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -13,10 +15,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
 )
 from tqdm.auto import tqdm
 
+from .fingerprint import feed
 from .layer.request import Inputs
 from .ranks import ALONE, Ranks
 
@@ -93,17 +98,49 @@ class NumberedBatches:
                 "fewer ranks"
             )
 
-    def missing(self, is_done: Callable[[int, int], bool]) -> Iterator[NumberedBatch]:
-        """Own batches for which `is_done(number, n_images)` is false, in order."""
+    def check_can_be_kept(self) -> None:
+        """Refuse a loader whose order is another one in every run: batches are found again by their number.
+
+        One with a generator may give the same order again. Whether it does, `missing` can compare.
+        """
+        sampler = getattr(self.loader, "sampler", None)
+        samplers = (sampler, getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
+        for sampler in samplers:
+            is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+            if is_random and getattr(sampler, "generator", None) is None:
+                raise ValueError(
+                    f"the loader's {type(sampler).__name__} gives another order in every run, so that a "
+                    "store cannot know which images are done; give shuffle=False (positions are random "
+                    "anyway), or the sampler a generator with a seed of its own for every run"
+                )
+
+    def missing(
+        self,
+        is_done: Callable[[int, int], bool],
+        compare: Callable[[int, Any], None] | None = None,
+    ) -> Iterator[NumberedBatch]:
+        """Own batches for which `is_done(number, n_images)` is false, in order.
+
+        Parameters
+        ----------
+        is_done : function
+        compare : function, optional
+            `compare(number, batch)` is called for batches that are done and loaded all the same, to raise an
+            error if they are others now. Where only what is missing is loaded, these are the first and the
+            last that are done.
+        """
         # None: tqdm shows it on a terminal.
         hidden = None if self.progress is None else not self.progress
         if not self.ranks.is_first:
             hidden = True
         bar = tqdm(desc="collecting pairs", unit="batch", disable=hidden)
         with bar:
-            yield from self._planned(is_done, bar) if self._plan else self._all(is_done, bar)
+            find = self._planned if self._plan else self._all
+            yield from find(is_done, compare, bar)
 
-    def _planned(self, is_done: Callable[[int, int], bool], bar: Any) -> Iterator[NumberedBatch]:
+    def _planned(
+        self, is_done: Callable[[int, int], bool], compare: Callable[[int, Any], None] | None, bar: Any
+    ) -> Iterator[NumberedBatch]:
         """Batches of a plan: those that are done are not loaded."""
         if self._plan is None:
             return
@@ -111,12 +148,19 @@ class NumberedBatches:
         self.n_images, self.own = firsts[-1], self.ranks.share(len(self._plan))
         todo = [number for number in self.own if not is_done(number, len(self._plan[number]))]
         bar.reset(total=len(todo))
-        loader = _with_batches(self.loader, [self._plan[number] for number in todo])
-        for number, batch in zip(todo, loader, strict=True):
+        done = sorted(set(self.own) - set(todo))
+        known = sorted({done[0], done[-1]}) if compare is not None and done else []
+        loader = _with_batches(self.loader, [self._plan[number] for number in (*known, *todo)])
+        for number, batch in zip((*known, *todo), loader, strict=True):
+            if compare is not None and number in known:
+                compare(number, batch)
+                continue
             yield NumberedBatch(number, firsts[number], len(self._plan[number]), batch)
             bar.update()
 
-    def _all(self, is_done: Callable[[int, int], bool], bar: Any) -> Iterator[NumberedBatch]:
+    def _all(
+        self, is_done: Callable[[int, int], bool], compare: Callable[[int, Any], None] | None, bar: Any
+    ) -> Iterator[NumberedBatch]:
         n_batches = len(self.loader) if isinstance(self.loader, Sized) else None
         bar.reset(total=n_batches)
         share = None if self.ranks.size == 1 else self.ranks.share(n_batches or 0)
@@ -128,8 +172,12 @@ class NumberedBatches:
                 continue
             first, self.n_images = self.n_images, self.n_images + images
             here, number = number, number + 1
-            if (share is None or here in share) and not is_done(here, images):
+            if share is not None and here not in share:
+                continue
+            if not is_done(here, images):
                 yield NumberedBatch(here, first, images, batch)
+            elif compare is not None:
+                compare(here, batch)
         # Empty batches have no number, so that there may be fewer than the length says.
         self.own = range(number) if share is None else range(share.start, min(share.stop, number))
 
@@ -160,6 +208,27 @@ def n_images_of(batch: Any) -> int:
     """Number of images in a batch."""
     inputs = inputs_of(batch)
     return len(inputs[0] if isinstance(inputs, tuple) else inputs)
+
+
+def batch_digest(batch: Any, with_labels: bool) -> str:
+    """Short digest of the inputs of a batch and, if they matter, of its labels."""
+    digest = hashlib.blake2b(digest_size=8)
+    feed(digest, inputs_of(batch))
+    if with_labels and isinstance(batch, list | tuple) and len(batch) > 1:
+        feed(digest, torch.as_tensor(batch[1]))
+    return digest.hexdigest()
+
+
+def check_same_batch(before: str | None, batch: Any, with_labels: bool, where: object) -> None:
+    """Compare a batch with the digest of the one that was kept under its number; None: that was not kept."""
+    if before is None or before == batch_digest(batch, with_labels):
+        return
+    what = "images or labels" if with_labels else "images"
+    raise ValueError(
+        f"{where} was made from other {what} than the loader gives now in the same place: another data set, "
+        "another order, or transforms that are random. Give the data that it was begun with, or use another "
+        "folder"
+    )
 
 
 def _plan_of(loader: Iterable[Any]) -> list[list[int]] | None:

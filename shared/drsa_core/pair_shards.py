@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .pairs import Pairs, pair_file_shape
+from .pairs import Pairs, common_provenance, pair_file_shape
 from .parameters import as_int
 from .provenance import Provenance
 from .ranks import ALONE, Ranks
@@ -22,8 +22,7 @@ from .validation import check_pairs
 
 #: Bytes that samples in work may take, by default.
 MEMORY = 2**30
-#: Arrays of a chunk's size that an evaluation of DRSA's objective holds at a time; measured in
-#: tests/benchmarks/bench_streams.py.
+#: Arrays of a chunk's size that an evaluation of DRSA's objective holds at a time, generously counted.
 COPIES = 12
 
 
@@ -123,7 +122,8 @@ class PairShards:
         Parameters
         ----------
         files : sequence of path
-            In order. Their digests are not checked: see `PairStore.damaged`.
+            In order, of one collection as in `Pairs.concatenate`. Their digests are not checked: see
+            `PairStore.damaged`.
         ranks : Ranks
         shared : bool
             Whether all ranks see the same files, which are then split evenly between them; else each rank
@@ -142,6 +142,7 @@ class PairShards:
         if len(widths) > 1:
             raise ValueError(f"all files must have the same number of features, got {sorted(widths)}")
         (n_features,) = widths
+        provenance = common_provenance([made for *_, made in described])
         dtype = described[0][3]
         for _, _, _, other, _ in described:
             dtype = torch.promote_types(dtype, other)
@@ -153,7 +154,7 @@ class PairShards:
         device = torch.device(device)
         chunks = [FileChunk(parts, dtype, device) for parts in _grouped(rows, chunk_rows)]
         shards = cls.__new__(cls)
-        shards._set(chunks, n_features, dtype, ranks, described[0][4], memory)
+        shards._set(chunks, n_features, dtype, ranks, provenance, memory)
         return shards
 
     def _set(

@@ -8,15 +8,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .atomic_files import remove_leftovers, write_json
 from .file_locks import locked
+from .numbered_batches import batch_digest, check_same_batch
 from .pair_shards import MEMORY, PairShards
-from .pairs import Pairs, check_pair_file, pair_file_images
+from .pairs import Pairs, check_pair_file, pair_file_batch, pair_file_images
 from .provenance import COLLECTION, Provenance
 from .ranks import ALONE, Ranks
+from .target import LABEL
 
 _BATCH = re.compile(r"(\d{6,})\.safetensors")
 _PROVENANCE = "provenance.json"
@@ -254,13 +257,28 @@ class PairWriter:
             )
         return True
 
+    def compare(self, number: int, batch: Any) -> None:
+        """Raise an error if a stored batch was collected from another one than `batch` of a loader.
+
+        Files of earlier releases do not say from which; they pass.
+        """
+        file = self._store._file(number)
+        check_same_batch(pair_file_batch(file), batch, self._counts_labels, file)
+
+    @property
+    def _counts_labels(self) -> bool:
+        return self._provenance is not None and self._provenance.target == LABEL
+
     def append(self, pairs: Pairs) -> None:
         """Store the batch with the number `n_done`. Pairs without provenance get that of the collection."""
         self._store._check_gaps()
         self.put(self._n_done, pairs)
 
-    def put(self, number: int, pairs: Pairs) -> None:
-        """Store a batch by its number. Pairs without provenance get that of the collection."""
+    def put(self, number: int, pairs: Pairs, batch: Any = None) -> None:
+        """Store a batch by its number. Pairs without provenance get that of the collection.
+
+        `batch` is what the loader gave, for `compare`; a digest of it is kept.
+        """
         if not self._is_open:
             raise RuntimeError(f"this writer of {self._store.folder} is closed; use it inside its with block")
         if pairs.provenance is None:
@@ -272,6 +290,6 @@ class PairWriter:
         file = self._store._file(number)
         if file.exists():
             raise RuntimeError(f"{file} is there already: another program writes to this folder; use another")
-        pairs.save(file)
+        pairs._save(file, None if batch is None else batch_digest(batch, self._counts_labels))
         self._n_done += 1
         self._store._n_known = self._n_done

@@ -16,7 +16,7 @@ from torch import Tensor
 from .provenance import Provenance
 from .scaling import unit_scale
 from .storage import read_rows, read_shapes, read_tensors, write_tensors
-from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int
+from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int, own_copy
 
 _KIND = "pairs"
 _FORMAT_VERSION = 2
@@ -48,7 +48,7 @@ class Pairs:
         provenance: Provenance | None = None,
     ) -> None:
         checked_a, checked_c = check_pairs(a, c, min_rows=0)
-        self._a, self._c = _own(checked_a), _own(checked_c)
+        self._a, self._c = own_copy(checked_a), own_copy(checked_c)
         self._image = _check_image(image, len(self._a)).clone()
         self._provenance = _check_type(provenance)
 
@@ -119,7 +119,7 @@ class Pairs:
         features = {part.a.shape[1] for part in parts}
         if len(features) > 1:
             raise ValueError(f"all parts must have the same number of features, got {sorted(features)}")
-        provenance = _common_provenance(parts)
+        provenance = common_provenance([part.provenance for part in parts])
         images, offset = [], 0
         for part in parts:
             images.append(part.image + offset)
@@ -129,9 +129,14 @@ class Pairs:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file, with the provenance as JSON in its header."""
+        self._save(path)
+
+    def _save(self, path: str | PathLike[str], batch: str | None = None) -> None:
+        """As `save`, with the digest of the batch that the pairs were collected from."""
         tensors = {"a": self._a, "c": self._c, "image": self._image}
         provenance = None if self._provenance is None else self._provenance.as_dict()
-        write_tensors(path, tensors, _KIND, _FORMAT_VERSION, {"provenance": provenance})
+        header = {"provenance": provenance} | ({} if batch is None else {"batch": batch})
+        write_tensors(path, tensors, _KIND, _FORMAT_VERSION, header)
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Pairs:
@@ -177,8 +182,11 @@ def pair_file_images(path: str | PathLike[str]) -> int:
     return 1 + int(read_rows(path, ("image",), n_rows - 1, n_rows)[0]) if n_rows else 0
 
 
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+def pair_file_batch(path: str | PathLike[str]) -> str | None:
+    """Digest of the batch from which a file of pairs was collected, if that was kept."""
+    _, header = read_shapes(path, _KIND, _FORMAT_VERSION)
+    digest = header.get("batch")
+    return digest if isinstance(digest, str) else None
 
 
 def _check_image(image: Tensor | np.ndarray[Any, Any] | None, n_rows: int) -> Tensor:
@@ -200,8 +208,9 @@ def _check_type(provenance: Provenance | None) -> Provenance | None:
     return provenance
 
 
-def _common_provenance(parts: Sequence[Pairs]) -> Provenance | None:
-    known = [part.provenance for part in parts if part.provenance is not None]
+def common_provenance(parts: Sequence[Provenance | None]) -> Provenance | None:
+    """The provenance of pairs that are joined, from those of the parts; ValueError if they contradict."""
+    known = [part for part in parts if part is not None]
     if not known:
         return None
     # A part that does not know its model agrees with every other, but those must agree with each other.

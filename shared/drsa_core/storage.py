@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .atomic_files import write_atomically
+from .fingerprint import bytes_of
 
 _PROJECT = "captum-zennit-drsa"
 _DIGEST = "sha256"
@@ -160,7 +161,7 @@ def _content_digest(described: Mapping[str, str], tensors: Mapping[str, Tensor])
     entries = sorted((key, value) for key, value in described.items() if key != _DIGEST)
     digest.update(json.dumps([entries, shapes]).encode())
     for _, tensor in sorted(tensors.items()):
-        digest.update(_bytes_of(tensor))
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 
@@ -180,8 +181,4 @@ def _safetensors(described: Mapping[str, str], tensors: Mapping[str, Tensor]) ->
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
     for tensor in tensors.values():
-        yield _bytes_of(tensor)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+        yield bytes_of(tensor)

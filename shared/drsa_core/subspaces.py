@@ -14,9 +14,17 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from .precision import HALF, full_precision
 from .provenance import Provenance
 from .storage import read_shapes, read_tensors, write_tensors
-from .validation import ArrayLike, as_float_tensor, check_finite, check_floating, check_positive_int
+from .validation import (
+    ArrayLike,
+    as_float_tensor,
+    check_finite,
+    check_floating,
+    check_positive_int,
+    own_copy,
+)
 
 _KIND = "subspaces"
 _FORMAT_VERSION = 2
@@ -55,7 +63,7 @@ class Subspaces:
         dual: ArrayLike | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self._basis = _own(as_float_tensor(basis, "basis"))
+        self._basis = own_copy(as_float_tensor(basis, "basis"))
         self._dims = tuple(check_positive_int(d, "every entry of dims") for d in dims)
         if self.basis.ndim != 2:
             raise ValueError(f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}")
@@ -72,7 +80,7 @@ class Subspaces:
         check_finite(self.basis, "basis")
         self._dual: Tensor | None = None
         if dual is not None:
-            self._dual = _own(as_float_tensor(dual, "dual").to(self.basis))
+            self._dual = own_copy(as_float_tensor(dual, "dual").to(self.basis))
             if self._dual.shape != self.basis.shape:
                 raise ValueError(
                     f"dual must have basis' shape {tuple(self.basis.shape)}, got {tuple(self._dual.shape)}"
@@ -168,7 +176,8 @@ class Subspaces:
     def orthogonality_error(self) -> float:
         """max |VᵀU − I|, with V = U for orthonormal subspaces."""
         dual = self.basis if self.dual is None else self.dual
-        gram = dual.T @ self.basis
+        with full_precision():
+            gram = dual.T @ self.basis
         return float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max())
 
     def __repr__(self) -> str:
@@ -178,6 +187,7 @@ class Subspaces:
 
     # ------------------------------------------------------------------ what it does
 
+    @full_precision()
     def relevance(self, a: Tensor, c: Tensor, dim: int = 1) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(V_kᵀc) of each block at each position (Eq. for R_k, section 3.2).
 
@@ -189,13 +199,14 @@ class Subspaces:
         Returns
         -------
         tensor, shape (…, K, …)
+            In float32 for half precision.
         """
         if a.shape != c.shape:
             raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
         check_floating(a, "a (activations)")
         check_floating(c, "c (contexts)")
         self._check_features(a, dim)
-        a, c = a.movedim(dim, -1), c.movedim(dim, -1)
+        a, c = _widened(a).movedim(dim, -1), _widened(c).movedim(dim, -1)
         dual = self.basis if self.dual is None else self.dual
         products = (a @ self.basis.to(a)) * (c @ dual.to(c))
         per_block = torch.stack([block.sum(-1) for block in products.split(self.dims, dim=-1)], dim=-1)
@@ -212,6 +223,7 @@ class Subspaces:
         """Contexts that pass back through block k: U_k V_kᵀ t, the transpose of `project`; contiguous."""
         return self._through(t, self.dual_blocks[self._index(k)], self.blocks[self._index(k)], dim)
 
+    @full_precision()
     def completed(self) -> Subspaces:
         """Add the orthogonal complement as a last block named "residual", so that Σ_k is the identity.
 
@@ -273,7 +285,15 @@ class Subspaces:
         return Subspaces(self.basis, self.dims, self.names, self.dual, metadata)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Subspaces:
-        """The same subspaces on another device or in another precision."""
+        """The same subspaces on another device, or in float32 or float64.
+
+        A model in half precision takes them as they are.
+        """
+        if dtype is not None and dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"subspaces are in float32 or float64, got dtype={dtype}: rounded to it, a basis would not "
+                "be orthonormal. A model in half precision takes them as they are"
+            )
         dual = None if self.dual is None else self.dual.to(device=device, dtype=dtype)
         basis = self.basis.to(device=device, dtype=dtype)
         return Subspaces(basis, self.dims, self.names, dual, self._metadata)
@@ -342,11 +362,13 @@ class Subspaces:
                 f"expected {self.n_features} features along dim {dim}, got a tensor of shape {tuple(t.shape)}"
             )
 
+    @full_precision()
     def _through(self, t: Tensor, inward: Tensor, outward: Tensor, dim: int) -> Tensor:
         """outward inwardᵀ along `dim`. Contiguous, as torch's BatchNorm misreads other cotangents."""
         check_floating(t, "t")
         self._check_features(t, dim)
         dim = dim % t.ndim
+        dtype, t = t.dtype, _widened(t)
         inward, outward = inward.to(t), outward.to(t)
         n_before, n_after = math.prod(t.shape[:dim]), math.prod(t.shape[dim + 1 :])
         if n_after == 1:
@@ -356,7 +378,12 @@ class Subspaces:
             columns = t.reshape(n_before, self.n_features, n_after)
             coordinates = torch.bmm(inward.T.expand(n_before, -1, -1), columns)
             projected = torch.bmm(outward.expand(n_before, -1, -1), coordinates)
-        return projected.reshape(t.shape)
+        return projected.reshape(t.shape).to(dtype)
+
+
+def _widened(t: Tensor) -> Tensor:
+    """Half precision as float32: two digits are too few for sums over hundreds of features."""
+    return t.float() if t.dtype in HALF else t
 
 
 def subspaces_header(path: str | PathLike[str]) -> dict[str, Any]:
@@ -365,10 +392,6 @@ def subspaces_header(path: str | PathLike[str]) -> dict[str, Any]:
     if not {"dims", "names", "metadata"} <= set(header):
         raise ValueError(f"{path} does not hold valid subspaces; save them again")
     return header
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _check_names(names: Sequence[str] | None, n_subspaces: int) -> tuple[str, ...]:

@@ -43,6 +43,11 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
     return torch.as_tensor(array)
 
 
+def own_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy, for values that must not change with what they were given."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def check_floating(value: Tensor, name: str) -> None:
     """Raise if `value` is not made of real floating-point numbers."""
     if value.dtype.is_complex:

@@ -159,6 +159,17 @@ def test_batches_of_a_stream_must_be_of_one_origin(pairs) -> None:
     with pytest.raises(ValueError, match=r"not collected like the ones before: layer: 'features\.3'"):
         stream.partial_fit(part(second, other))
     assert stream.n_samples_seen_ == 30
+    # What is known is kept while batches without provenance come, at the beginning or in between.
+    for order in ((None, PROVENANCE), (PROVENANCE, None), (None, PROVENANCE, None)):
+        stream = PRCA()
+        for provenance in order:
+            stream.partial_fit(part(first, provenance))
+        with pytest.raises(ValueError, match="not collected like the ones before"):
+            stream.partial_fit(part(second, other))
+        stream.partial_fit(part(second, PROVENANCE))
+        assert "provenance" not in stream.subspaces_.metadata
+        stream.partial_fit(*part(second, other))  # on purpose
+        assert PRCA.fit(stream, part(first, other)).subspaces_.provenance == other
 
 
 @pytest.mark.parametrize("estimator", [RandomSubspaces, DSA, DRSA])

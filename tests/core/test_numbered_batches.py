@@ -8,7 +8,7 @@ import pytest
 import torch
 from drsa_core.numbered_batches import NumberedBatches
 from drsa_core.ranks import Ranks
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, default_collate
 
 
 class Loads(Dataset[Any]):
@@ -61,3 +61,39 @@ def test_what_several_ranks_cannot_share_is_refused() -> None:
         NumberedBatches(iter([torch.zeros(1, 2)]), two)
     with pytest.raises(TypeError, match="got one tensor of shape"):
         NumberedBatches(torch.zeros(1, 2))
+
+
+def test_what_is_done_is_compared_where_it_is_loaded() -> None:
+    def compared(loader: Any, done: set[int]) -> list[tuple[int, float]]:
+        found: list[tuple[int, float]] = []
+        batches = NumberedBatches(loader, progress=False)
+        list(
+            batches.missing(lambda number, _: number in done, lambda n, b: found.append((n, float(b[1][0]))))
+        )
+        return found
+
+    images = Loads()
+    assert compared(DataLoader(images, 2), {0, 1, 2, 4}) == [(0, 0.0), (4, 8.0)]
+    assert images.loaded == [0, 1, 8, 9, 6, 7]
+    assert compared(DataLoader(Loads(), 2), {3}) == [(3, 6.0)]
+    assert compared(DataLoader(Loads(), 2), set()) == []
+    # A list is gone through, so that everything can be compared.
+    assert compared(list(DataLoader(Loads(), 2)), {0, 1, 3}) == [(0, 0.0), (1, 2.0), (3, 6.0)]
+
+
+def test_random_orders_cannot_be_kept() -> None:
+    images, generator = Loads(), torch.Generator()
+    inner = torch.utils.data.BatchSampler(RandomSampler(images), 4, False)
+    for loader in (
+        DataLoader(images, 4, shuffle=True),
+        DataLoader(images, 4, sampler=SubsetRandomSampler([3, 1, 2])),
+        DataLoader(images, batch_sampler=inner),
+    ):
+        with pytest.raises(ValueError, match=r"another order in every run.*shuffle=False"):
+            NumberedBatches(loader).check_can_be_kept()
+    for kept in (
+        DataLoader(images, 4),
+        DataLoader(images, 4, shuffle=True, generator=generator),
+        [images[0]],
+    ):
+        NumberedBatches(kept).check_can_be_kept()

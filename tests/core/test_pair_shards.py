@@ -13,6 +13,8 @@ from drsa_core.solvers.samples import HeldSamples, ShardedSamples
 
 from tests.ranks.work import pairs
 
+from .test_provenance import made
+
 N, D, DIMS = 700, 24, (7, 6, 5)
 
 
@@ -123,3 +125,15 @@ def test_what_cannot_be_solved_is_named(tmp_path) -> None:
             solver.fit(PairShards.from_files([empty]))
     with pytest.raises(TypeError, match="hold their contexts"):
         PRCA(2).fit(PairShards.from_files(zero), torch.ones(2, 2))
+
+
+def test_files_of_several_collections_are_not_mixed(tmp_path) -> None:
+    files = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for file, provenance in zip(files, (made(), None, made(layer="other")), strict=True):
+        pairs(60, 4).with_provenance(provenance).save(file)
+    with pytest.raises(ValueError, match="not collected in one way: layer"):
+        PairShards.from_files([files[0], files[2]])
+    # As `Pairs.concatenate` does it: what does not say how it was made goes with all others.
+    assert PairShards.from_files([files[1], files[0]]).provenance == made()
+    pairs(60, 4).with_provenance(made(random_state=7)).save(files[1])
+    assert PairShards.from_files(files[:2]).provenance == made(random_state=None)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drsa_core import Pairs, PairStore, Provenance
+from drsa_core.collect import collect_pairs
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from .test_provenance import made
 from .test_storage import environment
@@ -183,3 +187,64 @@ def test_other_files_are_no_batches_and_damaged_ones_are_named(tmp_path) -> None
     batch(0, made(layer="b")).save(tmp_path / "000001.safetensors")
     with pytest.raises(ValueError, match=rf"batches in {tmp_path} do not go together: .*layer: 'a' there"):
         store.load()
+
+
+# ---------------------------------------------------------------------- the batches of a loader
+
+
+def gathered(folder: Path, loader: Any, target: Any = 0, store: bool = True) -> Pairs:
+    """Pairs whose contexts are the activation times the target."""
+
+    def context(x: Any, target: Any) -> tuple[Tensor, Tensor]:
+        return x, x * (torch.as_tensor(target).reshape(-1, 1) + 1)
+
+    kept = PairStore(folder) if store else None
+    about: dict[str, Any] = {"backend": "zennit", "method": "m", "layer": "l", "model": None}
+    return collect_pairs(context, loader, target, random_state=0, store=kept, progress=False, **about)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_store_refuses_other_images_and_labels(tmp_path: Path, listed: bool) -> None:
+    x, labels = torch.rand(8, 3) + 1, torch.arange(8)
+
+    def loader(x: Tensor, labels: Tensor) -> Any:
+        batches = DataLoader(TensorDataset(x, labels), 2)
+        return list(batches) if listed else batches
+
+    first = gathered(tmp_path / "label", loader(x, labels), "label")
+    assert torch.equal(gathered(tmp_path / "label", loader(x, labels), "label").c, first.c)
+    with pytest.raises(ValueError, match="made from other images or labels than the loader gives now"):
+        gathered(tmp_path / "label", loader(x, labels.flip(0)), "label")
+    gathered(tmp_path / "zero", loader(x, labels))
+    gathered(tmp_path / "zero", loader(x, labels.flip(0)))  # which do not matter for one target
+    # Another picture at the end only, as when a file is put into a folder.
+    with pytest.raises(ValueError, match="made from other images than the loader gives now"):
+        gathered(tmp_path / "zero", loader(torch.cat([x[:7], x[:1]]), labels))
+
+
+def test_a_shuffled_loader_that_goes_on_gives_every_image_once(tmp_path: Path) -> None:
+    x = torch.rand(8, 3) + 1
+
+    def shuffled(seed: int | None) -> DataLoader[Any]:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return DataLoader(TensorDataset(x), 2, shuffle=True, generator=generator)
+
+    with pytest.raises(ValueError, match="shuffle=False"):
+        gathered(tmp_path / "s", shuffled(None))
+    assert not list((tmp_path / "s").glob("*.safetensors"))
+    assert len(gathered(tmp_path / "s", shuffled(None), store=False)) == 8
+    gathered(tmp_path / "s", shuffled(7))
+    for number in (2, 3):  # killed after two batches
+        (tmp_path / "s" / f"{number:06d}.safetensors").unlink()
+    with pytest.raises(ValueError, match="another order"):
+        gathered(tmp_path / "s", shuffled(8))
+    again = gathered(tmp_path / "s", shuffled(7))
+    assert sorted(again.a[:, 0].tolist()) == sorted(x[:, 0].tolist())
+
+
+def test_stores_without_digests_of_batches_go_on(tmp_path: Path) -> None:
+    x = torch.rand(8, 3) + 1
+    first = gathered(tmp_path, [x[:4], x[4:]])
+    (tmp_path / "000001.safetensors").unlink()
+    Pairs.load(tmp_path / "000000.safetensors").save(tmp_path / "000000.safetensors")  # as 0.2.0 wrote it
+    assert torch.equal(gathered(tmp_path, [x[:4], x[4:]]).a, first.a)

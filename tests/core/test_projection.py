@@ -6,11 +6,15 @@ import copy
 
 import pytest
 import torch
-from drsa_core import Subspaces
+from drsa_core import PRCA, ProvenanceWarning, Subspaces
 from drsa_core.showcases.clever_hans import ProjectedModel
 from torch import Tensor, nn
+from zennit.attribution import Gradient
+from zennit.canonizers import SequentialMergeBatchNorm
+from zennit.composites import EpsilonPlus
 
 from tests.model_state import model_state
+from zennit_drsa import DisentangledAttributor
 
 LAYER = "2"
 
@@ -114,3 +118,34 @@ def test_projected_model_names_mistakes() -> None:
         ProjectedModel(model, LAYER, subspaces, [0], context, usual, quantile=1.5)
     with pytest.raises(ValueError, match="D = 6 features, but layer '0'"):
         ProjectedModel(nn.Sequential(nn.Conv2d(3, 5, 1)), "0", subspaces, [0], context, usual)(x)
+
+
+def test_concepts_of_another_layer_or_activation_are_noticed() -> None:
+    model, (x, _, _) = network(), tensors()
+    composite = EpsilonPlus(canonizers=[SequentialMergeBatchNorm()])
+
+    def learned(layer: str) -> tuple[Subspaces, Tensor, Tensor]:
+        pairs = DisentangledAttributor(Gradient(model, composite), layer).collect([x], 1, positions=None)
+        return PRCA(2).fit(pairs).subspaces_, pairs.c.mean(0), pairs.a
+
+    # Of the convolution LRP saw the output of the merged batch norm: nothing could stand out in the model's.
+    subspaces, context, usual = learned("0")
+    with pytest.raises(
+        ValueError, match=r"a BatchNorm2d follows.*does not have\. Learn them at the batch norm"
+    ):
+        ProjectedModel(model, "0", subspaces, [0], context, usual)
+    ProjectedModel(model, "0", subspaces.with_provenance(None), [0], context, usual)
+    for layer in ("1", "2"):
+        subspaces, context, usual = learned(layer)
+        projected = ProjectedModel(model, layer, subspaces, [0], context, usual, quantile=1.0, strict=True)
+        # The images are their own references, so that the threshold is the largest score, up to rounding.
+        largest = projected.scores(model[: int(layer) + 1](x)).max()
+        torch.testing.assert_close(largest, projected.thresholds[0], rtol=1e-4, atol=1e-5)
+    with pytest.warns(ProvenanceWarning, match="layer: '2' there, '1' here") as caught:
+        ProjectedModel(model, "1", subspaces, [0], context, usual)
+    assert caught[0].filename == __file__
+    other = network()
+    with torch.no_grad():
+        other[0].weight.mul_(2)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="model: weights"):
+        ProjectedModel(other, "2", subspaces, [0], context, usual, strict=True)

@@ -10,6 +10,7 @@ import operator
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,42 @@ def test_a_constant_of_the_module_counts() -> None:
 
     assert describe_target(build(1)) == describe_target(build(1))
     assert describe_target(build(1)) != describe_target(build(2))
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["torch.stack(list(row[CLASS] for row in output))", "list(map(lambda row: row[CLASS], output))"],
+)
+def test_a_constant_of_the_module_counts_inside_of_generators_and_functions(body: str) -> None:
+    def of_constant(value: int) -> Any:
+        module: dict[str, Any] = {"CLASS": value, "torch": torch}
+        exec(f"def target(output): return {body}", module)
+        return describe_target(module["target"])
+
+    assert of_constant(2) != of_constant(3)
+    assert of_constant(2) == of_constant(2)
+
+
+@dataclass(slots=True)
+class InSlots:
+    k: int
+
+    def __call__(self, output: Any) -> Any:
+        return output[:, self.k]
+
+
+class Below(InSlots):
+    __slots__ = ("__scale", "unset")
+
+    def __init__(self, k: int, scale: float) -> None:
+        super().__init__(k)
+        self.__scale = scale
+
+
+def test_attributes_in_slots_count() -> None:
+    different = [InSlots(1), InSlots(2), Below(1, 1.0), Below(1, 2.0), Below(2, 2.0)]
+    assert len({describe_target(target) for target in different}) == len(different)
+    assert describe_target(Below(1, 2.0)) == describe_target(Below(1, 2.0))
 
 
 def test_an_object_that_holds_itself_can_be_described() -> None:

@@ -44,9 +44,18 @@ def test_channels_are_summed_first() -> None:
 def test_one_concept_or_equal_concepts_are_not_separable() -> None:
     whole = torch.randn(3, 1, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(separability(whole), torch.zeros(3, dtype=torch.float64))
-    torch.testing.assert_close(separability(whole[:, 0]), torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(separability(whole.sum(2)), torch.zeros(3, dtype=torch.float64))
     same = whole.expand(3, 4, 3, 5, 5)
     torch.testing.assert_close(separability(same), torch.zeros(3, dtype=torch.float64))
+
+
+def test_concepts_are_not_taken_for_channels() -> None:
+    """(N, K, H, W), such as `token_maps`, and (N, C, H, W) look the same."""
+    maps = torch.randn(3, 4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).double()
+    for score in (total_relevance, separability, peakness):
+        with pytest.raises(ValueError, match=r"maps\[:, :, None\] for K = 4 maps without channels"):
+            score(maps.sum(2))
+        torch.testing.assert_close(score(maps.sum(2)[:, :, None]), score(maps))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))

@@ -185,6 +185,61 @@ def test_a_class_that_is_larger_than_the_memory_is_read_in_chunks(tmp_path) -> N
         assert ours.provenance == theirs.provenance
 
 
+def test_more_data_is_learned_from_and_other_data_refused(tmp_path) -> None:
+    x, labels = photographs().dataset.tensors  # type: ignore[attr-defined]
+
+    def loader(n_images: int, x: torch.Tensor = x, labels: torch.Tensor = labels) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(x[:n_images], labels[:n_images]), 3)
+
+    before, _ = run(tmp_path / "grows", loader=loader(18))
+    grown, images = run(tmp_path / "grows", loader=loader(23))
+    whole, _ = run(tmp_path / "whole", loader=loader(23))
+    assert images == 5
+    new = set(labels[18:].tolist())
+    for label in whole.classes:
+        assert torch.equal(grown.subspaces(label).basis, whole.subspaces(label).basis)
+        assert grown.classes[label]["n_images"] == whole.classes[label]["n_images"]
+        if label in new:
+            assert before.classes[label]["n_images"] < grown.classes[label]["n_images"]
+    with pytest.raises(ValueError, match="holds 8 batches, but the loader gives 6"):
+        run(tmp_path / "grows", loader=loader(18))
+    for other in (loader(23, x=x.flip(3)), loader(23, labels=labels.flip(0))):
+        with pytest.raises(ValueError, match=r"batch 0 of .* was made from other images or labels"):
+            run(tmp_path / "grows", loader=other)
+    with pytest.raises(ValueError, match="shuffle=False"):
+        run(tmp_path / "grows", loader=DataLoader(loader(23).dataset, 3, shuffle=True))
+
+
+def test_batches_that_were_made_anew_are_learned_from_anew(tmp_path) -> None:
+    x, labels = photographs().dataset.tensors  # type: ignore[attr-defined]
+    run(tmp_path)
+    other = x.clone()
+    other[3:6] *= -1
+    (tmp_path / "batches" / "000001.json").unlink()  # neither the first nor the last
+    again, images = run(tmp_path, loader=DataLoader(TensorDataset(other, labels), 3))
+    assert images == 3
+    for label in set(labels[3:6].tolist()):
+        pairs = PairStore(tmp_path / "pairs" / str(label)).load()
+        assert torch.equal(again.subspaces(label).basis, PRCA(2).fit(pairs).subspaces_.basis)
+
+
+class OwnSolver:
+    """One without `get_params`, whose `repr` holds its address."""
+
+    def __init__(self, n_components: int) -> None:
+        self.n_components = n_components
+
+    def fit(self, a: Any, c: Any) -> None:
+        self.subspaces_ = PRCA(self.n_components).fit(a, c).subspaces_
+
+
+def test_jobs_with_solvers_of_ones_own_go_on(tmp_path) -> None:
+    index, _ = run(tmp_path, OwnSolver(2))
+    assert run(tmp_path, OwnSolver(2)) == (index, 0)
+    with pytest.raises(ValueError, match=r"other settings \(solver"):
+        run(tmp_path, OwnSolver(3))
+
+
 def test_labels_that_are_no_labels(tmp_path) -> None:
     with pytest.raises(TypeError, match="needs batches"):
         run(tmp_path / "a", loader=[photographs().dataset[0][0][None]])

@@ -67,14 +67,18 @@ def concept_ablation(
     target
         As in `explainer.context`.
     subspaces : Subspaces, optional
-        The concepts, e.g. those of another method. Default: the explainer's own.
+        The concepts, e.g. those of another method. Default: the explainer's own, which are then compared with
+        what they were learned for, as in `concept_relevance`.
     reference : tensor, shape (D,), optional
         Mean activation over a reference set, e.g. `pairs.a.mean(0)`. The block is replaced by that of the
         reference, a − U_kU_kᵀ(a − ā), instead of zero.
     batch_size : int
         Images per forward pass.
     """
-    subspaces = explainer._fitted() if subspaces is None else subspaces
+    if subspaces is None:
+        subspaces = explainer._fitted()
+        explainer._check_use(target, stacklevel=3)
+    concepts = subspaces
     x, batch_size = single_input(inputs), as_int(batch_size, "batch_size", 1)
     if reference is not None and reference.shape != (subspaces.n_features,):
         raise ValueError(
@@ -82,12 +86,17 @@ def concept_ablation(
             f"{tuple(reference.shape)}; e.g. pairs.a.mean(0)"
         )
     check_length(target, len(x))
-    parts = []
-    for first in range(0, len(x), batch_size):
-        batch = x[first : first + batch_size]
-        parts.append(
-            _ablate(explainer, batch, targets_of_batch(target, first, len(batch)), subspaces, reference)
-        )
+
+    def ablated() -> list[tuple[Tensor, Tensor, Tensor]]:
+        parts = []
+        for first in range(0, len(x), batch_size):
+            batch = x[first : first + batch_size]
+            of_batch = targets_of_batch(target, first, len(batch))
+            parts.append(_ablate(explainer, batch, of_batch, concepts, reference))
+        return parts
+
+    # In the explainer's context, so that concepts are taken out of the activation that they were learned on.
+    parts = explainer._in_context(ablated)
     relevance, drop, score = (torch.cat(part) for part in zip(*parts, strict=True))
     for value, name in (
         (relevance, "the relevance of the concepts"),
@@ -124,12 +133,16 @@ def compare_ablations(
     x, dim = single_input(inputs), explainer.channel_dim
     relevances: list[list[Tensor]] = [[] for _ in subspaces]
     scores: list[Tensor] = []
-    for image in x.split(1):
-        activation, context = explainer.context(image, target)
-        for of_method, method in zip(relevances, subspaces, strict=True):
-            check_fits(activation, method.n_features, explainer.layer_name, dim)
-            of_method.append(sum_over_positions(method.relevance(activation, context, dim), dim).detach())
-        scores.append(_scores_without(explainer, image, target, subspaces))
+
+    def ablate() -> None:
+        for image in x.split(1):
+            activation, context = explainer.context(image, target)
+            for of_method, method in zip(relevances, subspaces, strict=True):
+                check_fits(activation, method.n_features, explainer.layer_name, dim)
+                of_method.append(sum_over_positions(method.relevance(activation, context, dim), dim).detach())
+            scores.append(_scores_without(explainer, image, target, subspaces))
+
+    explainer._in_context(ablate)
     check_finite(torch.stack(scores), "the scores without a concept")
     y = torch.stack([rows[0] for rows in scores])
     results, first = [], 1

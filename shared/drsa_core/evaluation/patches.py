@@ -26,9 +26,12 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
 
     Parameters
     ----------
-    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W), or (N, K, h, w) with `inputs`
-        Relevance R_pk, or that of one standard explanation. C may be 1: relevance summed over channels. Maps
-        of fewer positions than pixels (`Explanation.token_maps`) are spread over the inputs.
+    maps : tensor, shape (N, K, C, H, W), or (N, C, H, W) or (N, K, h, w) with `inputs`
+        Relevance R_pk, or that of one standard explanation, which has the shape of the inputs; as K = C maps
+        that were summed over channels look the same, a warning says so where C > 1. C may be 1: relevance
+        summed over channels. Maps of fewer positions than pixels (`Explanation.token_maps`) are spread over
+        the inputs. Without `inputs`, whether the second of four axes holds concepts or channels cannot be
+        known, and is refused unless its length is 1.
     inputs : tensor, shape (N, C, H, W), optional
         The images that the maps explain.
     n_subspaces : int, optional
@@ -37,9 +40,7 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
     if not isinstance(maps, Tensor):
         raise TypeError(f"maps must be a torch tensor, got {type(maps).__name__}")
     if maps.ndim == 4:
-        size = None if inputs is None else (int(inputs.shape[2]), int(inputs.shape[3]))
-        is_of_positions = size is not None and covers(maps, size)
-        maps = spread(maps, size)[:, :, None] if size and is_of_positions else maps[:, None]
+        maps = _with_five_axes(maps, inputs)
     if maps.ndim != 5 or 0 in maps.shape:
         raise ValueError(
             "maps must have shape (N, K, C, H, W), or (N, C, H, W) for K = 1, none of them 0, got "
@@ -59,6 +60,24 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
         raise ValueError(f"expected maps of K = {n_subspaces} concepts, got K = {maps.shape[1]}")
     check_finite(maps, "maps (relevance)")
     return maps.detach()
+
+
+def _with_five_axes(maps: Tensor, inputs: Tensor | None) -> Tensor:
+    """Maps (N, K, h, w) or (N, C, H, W) as (N, K, C, H, W)."""
+    if inputs is not None:
+        size = (int(inputs.shape[2]), int(inputs.shape[3]))
+        if covers(maps, size):
+            return spread(maps, size)[:, :, None]
+    n = int(maps.shape[1])
+    if n > 1:  # else one map of one channel, in both readings
+        how = (
+            f"maps[:, None] for one map of C = {n} channels, maps[:, :, None] for K = {n} maps without "
+            "channels (such as token_maps)"
+        )
+        if inputs is None or maps.shape[1:] != inputs.shape[1:]:
+            raise ValueError(f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give {how}")
+        warnings.warn(f"maps of the shape of the inputs are taken as one map; give {how}", stacklevel=4)
+    return maps[:, None]
 
 
 def patch_grid(height: int, width: int, patch_size: int) -> Tensor:

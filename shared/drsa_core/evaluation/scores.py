@@ -18,7 +18,8 @@ def total_relevance(maps: Tensor) -> Tensor:
 
     Parameters
     ----------
-    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
+    maps : tensor, shape (N, K, C, H, W)
+        `token_maps` (N, K, h, w) as `token_maps[:, :, None]`, one map (N, C, H, W) as `maps[:, None]`.
     """
     return _pixels(maps).sum(2)
 
@@ -28,7 +29,8 @@ def separability(maps: Tensor) -> Tensor:
 
     Parameters
     ----------
-    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
+    maps : tensor, shape (N, K, C, H, W)
+        `token_maps` (N, K, h, w) as `token_maps[:, :, None]`, one map (N, C, H, W) as `maps[:, None]`.
     """
     pixels = _pixels(maps)
     return pixels.amax(1).sum(1) - pixels.sum(2).amax(1)
@@ -39,7 +41,8 @@ def peakness(maps: Tensor) -> Tensor:
 
     Parameters
     ----------
-    maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
+    maps : tensor, shape (N, K, C, H, W)
+        `token_maps` (N, K, h, w) as `token_maps[:, :, None]`, one map (N, C, H, W) as `maps[:, None]`.
     """
     return _pixels(maps).amax(2).sum(1)
 

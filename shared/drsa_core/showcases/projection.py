@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from ..fingerprint import model_fingerprint
 from ..layer import Request, check_fits, find_layer
 from ..parameters import as_float, as_int
+from ..precision import full_precision
+from ..provenance import Provenance, check_provenance
 from ..subspaces import Subspaces
 from ..validation import as_float_tensor, check_finite, check_matrix
 from .refinement import DropIn, as_concepts
+
+_LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 class ProjectedModel(DropIn):
@@ -46,11 +53,20 @@ class ProjectedModel(DropIn):
         Share of the reference positions that lie below the threshold t_k.
     channel_dim : int
         Axis of the features in the layer's output.
+    strict : bool
+        Whether subspaces that were learned for another model or layer are an error instead of a
+        `ProvenanceWarning`.
 
     Attributes
     ----------
     thresholds : tensor, shape (len(concepts),)
         t_k.
+
+    Notes
+    -----
+    The model runs as it is. Zennit's canonizers merge a batch norm into the linear layer before it, so that
+    LRP sees another activation there than the model has: concepts of such a layer are refused. Learn them at
+    the batch norm, or after it.
 
     Examples
     --------
@@ -77,12 +93,20 @@ class ProjectedModel(DropIn):
         reference: Tensor,
         quantile: float = 0.99,
         channel_dim: int = 1,
+        *,
+        strict: bool = False,
     ) -> None:
         super().__init__(model)
-        self.layer_name, _ = find_layer(model, layer)
+        self.layer_name, found_layer = find_layer(model, layer)
         self.concepts, self.channel_dim = as_concepts(concepts), as_int(channel_dim, "channel_dim")
         if max(self.concepts) >= subspaces.n_subspaces:
             raise ValueError(f"there are {subspaces.n_subspaces} subspaces, but concepts = {self.concepts}")
+        if (made := subspaces.provenance) is not None:
+            used = replace(
+                made, model=model_fingerprint(model), layer=self.layer_name, channel_dim=self.channel_dim
+            )
+            check_provenance(made, used, "subspaces", strict)
+            _check_activation(model, found_layer, self.layer_name, made)
         quantile = as_float(quantile, "quantile", 0, 1)
         context = as_float_tensor(context, "context")
         reference = check_matrix(as_float_tensor(reference, "reference"), "reference")
@@ -98,10 +122,12 @@ class ProjectedModel(DropIn):
         object.__setattr__(self, "directions", directions)
         object.__setattr__(self, "usual", reference.mean(0))
         # By sorting: torch's quantile refuses more than 16 million values.
-        scores = (reference @ directions.to(reference).T).sort(0).values
+        with full_precision():
+            scores = (reference @ directions.to(reference).T).sort(0).values
         at = min(int(quantile * len(scores)), len(scores) - 1)
         object.__setattr__(self, "thresholds", scores[at])
 
+    @full_precision()
     def scores(self, a: Tensor) -> Tensor:
         """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …)."""
         return a.movedim(self.channel_dim, -1) @ self.directions.to(a).T
@@ -124,3 +150,21 @@ class ProjectedModel(DropIn):
         request = Request(self.original, layer, self.layer_name, (x,), 0, self.channel_dim)
         output: Tensor = request.run(self.set_back)
         return output
+
+
+def _check_activation(model: nn.Module, layer: nn.Module, name: str, made: Provenance) -> None:
+    """Refuse concepts of an activation that LRP has seen and the model has not."""
+    # Gradients without rules need no canonizers.
+    if made.backend != "zennit" or not (made.method.startswith("LRP(") or " under " in made.method):
+        return
+    # In the order of definition, which is how Zennit's canonizers find a batch norm behind a linear layer.
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    last = [module for module in layer.modules() if not any(True for _ in module.children())][-1]
+    follower = next((after for before, after in pairwise(leaves) if before is last), None)
+    if isinstance(last, _LINEAR) and isinstance(follower, nn.modules.batchnorm._BatchNorm):
+        raise ValueError(
+            f"layer {name!r} ends with a {type(last).__name__}, and a {type(follower).__name__} follows, "
+            "which canonizers merge into it for LRP: the subspaces are of an activation that the model "
+            "itself does not have. Learn them at the batch norm or after it; if no canonizer was used, give "
+            "subspaces.with_provenance(None)"
+        )

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from ..pairs import Pairs
 from ..parameters import Seed, as_int
+from ..precision import full_precision
 from ..subspaces import Subspaces
 from .agreement import correlations
 from .drsa import DRSA
@@ -85,6 +86,7 @@ class ChoiceOfK:
         return None if chosen is None else chosen.subspaces
 
 
+@full_precision()
 def choose_k(
     pairs: Pairs,
     n_subspaces: Iterable[int] = range(2, 17),

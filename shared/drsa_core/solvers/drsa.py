@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..parameters import Seed, as_float, as_int, as_seed
+from ..precision import full_precision
 from ..subspaces import Subspaces
 from ..validation import ArrayLike, as_float_tensor
 from .estimator import Activations, Estimator, with_provenance
@@ -138,6 +139,7 @@ class DRSA(Estimator):
         self.solver = solver
         self.balance = balance
 
+    @full_precision()
     def fit(self, a: Activations, c: ArrayLike | None = None, init: ArrayLike | None = None) -> Self:
         """Fit from activations and contexts of shape (N, D), or from `Pairs` or `PairShards` alone.
 

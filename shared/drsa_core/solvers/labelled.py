@@ -136,33 +136,37 @@ def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_deca
         The weights, for `ibd_subspaces`.
     """
     rows = check_matrix(a, "a (activations)").detach()
+    dtype = rows.dtype
     numbers = as_int_labels(labels, len(rows), "activation")
     n_labels = int(numbers.max()) + 1
     if n_labels < 2 or len(torch.unique(numbers)) != n_labels or int(numbers.min()) < 0:
         raise ValueError(
             f"labels must be the numbers 0…K − 1 with K ≥ 2, each at least once, got {torch.unique(numbers)}"
         )
-    rows = unit_scale(rows)[0].double()
-    rows = rows / rows.square().mean().sqrt().clamp(min=1e-30)
-    wanted = torch.nn.functional.one_hot(numbers, n_labels).to(rows)
-    weights = torch.zeros(n_labels, rows.shape[1], dtype=rows.dtype, device=rows.device, requires_grad=True)
-    biases = torch.zeros(n_labels, dtype=rows.dtype, device=rows.device, requires_grad=True)
-    optimiser = torch.optim.LBFGS(
-        [weights, biases], max_iter=100, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
-    )
-
-    def loss() -> Tensor:
-        optimiser.zero_grad()
-        misfit = torch.nn.functional.binary_cross_entropy_with_logits(
-            rows @ weights.T + biases, wanted, reduction="none"
+    # Tensors of inference mode take no part in a backward pass; a copy from outside of it does.
+    with torch.inference_mode(False), torch.enable_grad():
+        rows = unit_scale(rows.clone())[0].double()
+        rows = rows / rows.square().mean().sqrt().clamp(min=1e-30)
+        wanted = torch.nn.functional.one_hot(numbers, n_labels).to(rows)
+        weights = torch.zeros(
+            n_labels, rows.shape[1], dtype=rows.dtype, device=rows.device, requires_grad=True
         )
-        value: Tensor = misfit.mean(0).sum() + weight_decay / 2 * weights.square().sum()
-        value.backward()
-        return value
+        biases = torch.zeros(n_labels, dtype=rows.dtype, device=rows.device, requires_grad=True)
+        optimiser = torch.optim.LBFGS(
+            [weights, biases], max_iter=100, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+        )
 
-    with torch.enable_grad():
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            misfit = torch.nn.functional.binary_cross_entropy_with_logits(
+                rows @ weights.T + biases, wanted, reduction="none"
+            )
+            value: Tensor = misfit.mean(0).sum() + weight_decay / 2 * weights.square().sum()
+            value.backward()
+            return value
+
         optimiser.step(loss)
-    return weights.detach().to(check_matrix(a, "a (activations)").dtype)
+    return weights.detach().to(dtype)
 
 
 def _read_tally(path: Path) -> dict[int, str]:

@@ -59,7 +59,9 @@ class PRCA(Estimator):
     _exponent: int
     _dtype: torch.dtype
     _dimension: int
+    #: Provenance of all pairs so far, None if some have none, and of those that have one.
     _provenance: Any
+    _known_provenance: Any
     # The eigenproblem is solved when it is asked for: a stream of B batches costs one, not B.
     _solution: tuple[Tensor, Tensor] | None = None
 
@@ -90,7 +92,8 @@ class PRCA(Estimator):
         exponents = shards.ranks.numbers(exponent if total.any() else lowest)
         largest = max(exponents) if max(exponents) > lowest else 0
         self._sum = shards.ranks.sum(times_power_of_two(total, max(exponent - largest, -4000)))
-        self._exponent, self._dtype, self._provenance = largest, shards.dtype, shards.provenance
+        self._exponent, self._dtype = largest, shards.dtype
+        self._provenance = self._known_provenance = shards.provenance
         self.n_samples_seen_, self._solution = len(shards), None
         return self
 
@@ -103,7 +106,8 @@ class PRCA(Estimator):
         dimension = self._check_dimension(a.shape[1])
         previous = None if anew else self._sum
         if previous is None:
-            self._provenance, self._dtype = provenance, a.dtype
+            self._provenance = self._known_provenance = provenance
+            self._dtype = a.dtype
             self._sum, self._exponent = _cross_covariance_sum(a, c)
             self.n_samples_seen_ = len(a)
         else:
@@ -112,7 +116,9 @@ class PRCA(Estimator):
                 raise ValueError(
                     f"this {name} was fitted on {len(previous)} features, this batch has {a.shape[1]}"
                 )
-            self._provenance = _common_provenance(self._provenance, provenance)
+            _check_same_way(self._known_provenance, provenance)
+            self._provenance = None if provenance is None else self._provenance
+            self._known_provenance = self._known_provenance or provenance
             self._dtype = torch.promote_types(self._dtype, a.dtype)
             batch, exponent = _cross_covariance_sum(a, c)
             self._sum, self._exponent = _add_scaled(
@@ -194,14 +200,13 @@ def _add_scaled(first: Tensor, of_first: int, second: Tensor, of_second: int) ->
     )
 
 
-def _common_provenance(before: Any, now: Any) -> Any:
-    """The provenance of all batches so far, None as soon as one has none; batches must not contradict."""
+def _check_same_way(before: Any, now: Any) -> None:
+    """Batches must not contradict those before of which it is known how they were collected."""
     if before is None or now is None:
-        return None
+        return
     differences = before.differences(now)
     if differences:
         raise ValueError(
             f"this batch was not collected like the ones before: {'; '.join(differences)}. If they are to be "
             "mixed, give partial_fit(pairs.a, pairs.c)"
         )
-    return before

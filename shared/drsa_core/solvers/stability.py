@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from ..pairs import Pairs
 from ..parameters import Seed, as_float, as_int, as_seed
+from ..precision import full_precision
 from ..subspaces import Subspaces
 from .agreement import correlations, match
 from .drsa import DRSA
@@ -141,6 +142,7 @@ class Stability:
         )
 
 
+@full_precision()
 def stability(
     pairs: Pairs,
     n_subspaces: int = 4,
