@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -287,14 +286,11 @@ def test_mean_and_std_or_a_pair_of_functions() -> None:
 
 def test_four_axes_are_one_map_or_refused() -> None:
     inputs, maps = torch.rand(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
-    with pytest.warns(UserWarning, match=r"taken as one map; give maps\[:, None\] .*K = 3 maps"):
-        assert torch.equal(check_maps(maps, inputs), maps[:, None])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(check_maps(maps[:, None], inputs), maps[:, None])
-        assert check_maps(maps[:, :, None], inputs).shape == (2, 3, 1, 8, 8)
-        assert check_maps(maps[:, :, :4, :4], inputs).shape == (2, 3, 1, 8, 8)  # of positions
-        assert check_maps(maps[:, :1], inputs).shape == check_maps(maps[:, :1]).shape == (2, 1, 1, 8, 8)
+    assert torch.equal(check_maps(maps, inputs), maps[:, None])
+    assert torch.equal(check_maps(maps[:, None], inputs), maps[:, None])
+    assert check_maps(maps[:, :, None], inputs).shape == (2, 3, 1, 8, 8)
+    assert check_maps(maps[:, :, :4, :4], inputs).shape == (2, 3, 1, 8, 8)  # of positions
+    assert check_maps(maps[:, :1], inputs).shape == check_maps(maps[:, :1]).shape == (2, 1, 1, 8, 8)
     for wrong, given in ((maps[:, :2], inputs), (maps, None)):
         with pytest.raises(ValueError, match=r"give maps\[:, None\] for one map"):
             check_maps(wrong, given)

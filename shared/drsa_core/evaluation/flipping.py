@@ -135,8 +135,8 @@ def patch_flipping(
         The images, as the network takes them.
     maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
         Their relevance, or `Explanation.token_maps` (N, K, h, w). With K concepts, the union of what each
-        removes is removed (section 5.2). Maps of the inputs' own shape are one map; a warning says so where
-        they could be K = C.
+        removes is removed (section 5.2). Maps of the inputs' own shape are one map; write K maps without
+        channels as (N, K, 1, H, W).
     target : int, sequence of int or tensor, shape (N,)
         Output to record: one for all images, or one for each.
     preprocessing : Preprocessing, or pair (mean, std)

@@ -27,9 +27,8 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
     Parameters
     ----------
     maps : tensor, shape (N, K, C, H, W), or (N, C, H, W) or (N, K, h, w) with `inputs`
-        Relevance R_pk, or that of one standard explanation, which has the shape of the inputs; as K = C maps
-        that were summed over channels look the same, a warning says so where C > 1. C may be 1: relevance
-        summed over channels. Maps of fewer positions than pixels (`Explanation.token_maps`) are spread over
+        Relevance R_pk, or that of one standard explanation, which has the shape of the inputs. C may be 1:
+        relevance summed over channels. Maps of fewer positions than pixels (`Explanation.token_maps`) are spread over
         the inputs. Without `inputs`, whether the second of four axes holds concepts or channels cannot be
         known, and is refused unless its length is 1.
     inputs : tensor, shape (N, C, H, W), optional
@@ -70,13 +69,12 @@ def _with_five_axes(maps: Tensor, inputs: Tensor | None) -> Tensor:
             return spread(maps, size)[:, :, None]
     n = int(maps.shape[1])
     if n > 1:  # else one map of one channel, in both readings
-        how = (
-            f"maps[:, None] for one map of C = {n} channels, maps[:, :, None] for K = {n} maps without "
-            "channels (such as token_maps)"
-        )
         if inputs is None or maps.shape[1:] != inputs.shape[1:]:
-            raise ValueError(f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give {how}")
-        warnings.warn(f"maps of the shape of the inputs are taken as one map; give {how}", stacklevel=4)
+            raise ValueError(
+                f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give maps[:, None] for one "
+                f"map of C = {n} channels, maps[:, :, None] for K = {n} maps without channels (such as "
+                "token_maps)"
+            )
     return maps[:, None]
 
 
