@@ -28,8 +28,8 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
     ----------
     maps : tensor, shape (N, K, C, H, W), or (N, C, H, W) or (N, K, h, w) with `inputs`
         Relevance R_pk, or that of one standard explanation, which has the shape of the inputs. C may be 1:
-        relevance summed over channels. Maps of fewer positions than pixels (`Explanation.token_maps`) are spread over
-        the inputs. Without `inputs`, whether the second of four axes holds concepts or channels cannot be
+        relevance summed over channels. Maps of fewer positions than pixels (`Explanation.token_maps`) are
+        spread over the inputs. Without `inputs`, whether the second of four axes holds concepts or channels cannot be
         known, and is refused unless its length is 1.
     inputs : tensor, shape (N, C, H, W), optional
         The images that the maps explain.
@@ -68,13 +68,12 @@ def _with_five_axes(maps: Tensor, inputs: Tensor | None) -> Tensor:
         if covers(maps, size):
             return spread(maps, size)[:, :, None]
     n = int(maps.shape[1])
-    if n > 1:  # else one map of one channel, in both readings
-        if inputs is None or maps.shape[1:] != inputs.shape[1:]:
-            raise ValueError(
-                f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give maps[:, None] for one "
-                f"map of C = {n} channels, maps[:, :, None] for K = {n} maps without channels (such as "
-                "token_maps)"
-            )
+    # One map of one channel is the same in both readings.
+    if n > 1 and (inputs is None or maps.shape[1:] != inputs.shape[1:]):
+        raise ValueError(
+            f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give maps[:, None] for one map of "
+            f"C = {n} channels, maps[:, :, None] for K = {n} maps without channels (such as token_maps)"
+        )
     return maps[:, None]
 
 
