@@ -29,8 +29,8 @@ def check_maps(maps: Tensor, inputs: Tensor | None = None, n_subspaces: int | No
     maps : tensor, shape (N, K, C, H, W), or (N, C, H, W) or (N, K, h, w) with `inputs`
         Relevance R_pk, or that of one standard explanation, which has the shape of the inputs. C may be 1:
         relevance summed over channels. Maps of fewer positions than pixels (`Explanation.token_maps`) are
-        spread over the inputs. Without `inputs`, whether the second of four axes holds concepts or channels cannot be
-        known, and is refused unless its length is 1.
+        spread over the inputs. Without `inputs`, whether the second of four axes holds concepts or channels
+        cannot be known, and is refused unless its length is 1.
     inputs : tensor, shape (N, C, H, W), optional
         The images that the maps explain.
     n_subspaces : int, optional
@@ -71,8 +71,8 @@ def _with_five_axes(maps: Tensor, inputs: Tensor | None) -> Tensor:
     # One map of one channel is the same in both readings.
     if n > 1 and (inputs is None or maps.shape[1:] != inputs.shape[1:]):
         raise ValueError(
-            f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give maps[:, None] for one map of "
-            f"C = {n} channels, maps[:, :, None] for K = {n} maps without channels (such as token_maps)"
+            f"maps must have shape (N, K, C, H, W), got {tuple(maps.shape)}: give maps[:, None] for one map "
+            f"of C = {n} channels, maps[:, :, None] for K = {n} maps without channels (such as token_maps)"
         )
     return maps[:, None]
 
