@@ -34,6 +34,8 @@ class LayerInfo:
         Whether all that the layers above see comes from here; None if it was not tried.
     is_suggested : bool
         Whether it suits concepts best.
+    given_dim : {1, -1} or None
+        Axis of the features as the user says it; None if it is to be read from the shape.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LayerInfo:
     n_parameters: int
     is_cut: bool | None = None
     is_suggested: bool = False
+    given_dim: int | None = None
 
     @property
     def depth(self) -> int:
@@ -51,10 +54,24 @@ class LayerInfo:
 
     @property
     def channel_dim(self) -> int:
-        """Axis of the features in the output: −1 for tokens (T, D) and for (H, W, D), else 1."""
+        """Axis of the features in the output: −1 for tokens (T, D) and for (H, W, D), else 1.
+
+        Inputs are squares, so that maps are squares as well: H = W tells their axes from that of the
+        features.
+        """
+        if self.given_dim is not None:
+            return self.given_dim
         shape = self.shape or ()
-        is_channels_last = len(shape) == 3 and shape[0] == shape[1] != shape[2] and shape[2] > shape[0]
+        is_channels_last = len(shape) == 3 and shape[0] == shape[1] != shape[2]
         return -1 if len(shape) == 2 or is_channels_last else 1
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether `channel_dim` is a guess: D = H = W, or H and W that differ."""
+        shape = self.shape or ()
+        if self.given_dim is not None or len(shape) != 3:
+            return False
+        return (shape[0] == shape[1]) == (shape[1] == shape[2])
 
     @property
     def n_features(self) -> int:
