@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,16 +107,27 @@ def find_factory(name: str) -> Callable[[], Any]:
     return made
 
 
+class _Neighbours:
+    """Finds modules in one folder, for Python's list of finders: the search path stays as it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """A module or package of that name; a mere folder, which may hold anything, is none."""
+        found = None if path is not None else PathFinder.find_spec(name, [self.folder], target)
+        return found if found is not None and found.loader is not None else None
+
+
 @contextmanager
 def _importable(file: Path) -> Iterator[None]:
     """Modules beside a file can be imported, as for a script."""
-    folder = str(file.resolve().parent)
-    sys.path.insert(0, folder)
+    finder = _Neighbours(file.resolve().parent)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
+        sys.meta_path.remove(finder)
 
 
 @contextmanager

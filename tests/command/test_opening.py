@@ -214,6 +214,7 @@ def test_a_factory_in_a_file_has_its_neighbours_and_may_define_dataclasses(tmp_p
     (tmp_path / "entry_of_test.py").write_text(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
+        "from colorsys import hls_to_rgb\n"
         "from neighbour_of_entry import WIDTH\n"
         "@dataclass\n"
         "class Sizes:\n"
@@ -222,10 +223,11 @@ def test_a_factory_in_a_file_has_its_neighbours_and_may_define_dataclasses(tmp_p
         "    import late_neighbour\n"
         "    return Sizes(), late_neighbour.HEIGHT\n"
     )
-    before = list(sys.path)
+    (tmp_path / "colorsys").mkdir()  # a folder of that name is no module
+    before = list(sys.path), list(sys.meta_path)
     sizes, height = find_factory(f"{tmp_path / 'entry_of_test.py'}:make")()
     assert (sizes.width, height) == (5, 7)
-    assert sys.path == before
+    assert (sys.path, sys.meta_path) == before
 
 
 def test_a_factory_does_not_take_the_place_of_a_module(tmp_path) -> None:
