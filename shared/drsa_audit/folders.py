@@ -73,9 +73,9 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
         raise BadInput(f"there is no folder {folder}")
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give a folder of images, or of class folders")
-    here = _images_in(folder)
+    here = images_in(folder)
     if here:
-        inside = [path.name for path in _subfolders(folder) if _images_in(path)]
+        inside = [path.name for path in _subfolders(folder) if images_in(path)]
         if inside:
             raise BadInput(
                 f"{folder} holds images, e.g. {here[0].name}, and folders of images, {_some(inside)}, so "
@@ -99,7 +99,7 @@ def class_files(folder: Path, limit: int | None) -> dict[str, list[Path]]:
     """The images in each class folder of a folder, by its name; of each at most `limit`, the first ones."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give a folder of class folders")
-    by_class = {path.name: _images_in(path)[:limit] for path in _subfolders(folder)}
+    by_class = {path.name: images_in(path)[:limit] for path in _subfolders(folder)}
     by_class = {name: files for name, files in by_class.items() if files}
     if not by_class:
         raise BadInput(f"no images ({', '.join(SUFFIXES)}) in {folder}")
@@ -176,7 +176,8 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _images_in(folder: Path) -> list[Path]:
+def images_in(folder: Path) -> list[Path]:
+    """The images in a folder itself, in order."""
     return sorted(
         file
         for file in folder.iterdir()

@@ -35,7 +35,7 @@ class LayerInfo:
     is_suggested : bool
         Whether it suits concepts best.
     given_dim : {1, -1} or None
-        Axis of the features as the user says it; None if it is to be read from the shape.
+        Axis of the features where it is known; None if it is to be read from the shape.
     """
 
     name: str
@@ -158,6 +158,39 @@ def _shapes(model: nn.Module, example: Tensor) -> list[LayerInfo]:
         )
         for name, module in model.named_modules()
     ]
+
+
+def tell_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
+    """The layer with the axis of its features, if its shape leaves that open and larger inputs tell it.
+
+    The axes of positions grow with the inputs, that of the features does not.
+
+    Parameters
+    ----------
+    example : tensor, shape (1, C, H, W)
+    """
+    if not info.is_ambiguous or info.shape is None:
+        return info
+    larger = nn.functional.interpolate(example, scale_factor=2)
+    found: list[tuple[int, ...]] = []
+
+    def run() -> None:
+        layer = model.get_submodule(info.name)
+        handle = layer.register_forward_hook(lambda m, args, output: found.append(tuple(output.shape[1:])))
+        try:
+            with torch.no_grad():
+                model(larger)
+        except Exception:  # of whatever kind: layers above may take inputs of one size only
+            pass
+        finally:
+            handle.remove()
+
+    guarded(model, run)
+    if len(found) != 1 or len(found[0]) != 3:
+        return info
+    grows = tuple(after > before for after, before in zip(found[0], info.shape, strict=True))
+    dims = {(False, True, True): 1, (True, True, False): -1}
+    return replace(info, given_dim=dims.get(grows))
 
 
 def _suits(info: LayerInfo) -> bool:

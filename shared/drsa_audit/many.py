@@ -22,7 +22,7 @@ from .backends import Backend
 from .concepts import AUTO
 from .errors import BadInput, one_writer
 from .fitting import FitSettings, metadata_of
-from .folders import TargetClass, class_files, find_target
+from .folders import TargetClass, class_files, find_target, images_in
 from .images import UnreadablePhoto, load_photo
 from .networks import Network
 from .opening import describe_preprocessing, open_model
@@ -96,6 +96,10 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
         with progress.step("prepare", "Loading the model"):
             network, n_outputs = open_model(settings)
             by_class = class_files(settings.train, settings.train_images)
+            if beside := images_in(settings.train):
+                progress.note(
+                    f"images beside the class folders are not used: {len(beside)}, e.g. {beside[0]}"
+                )
             targets = {
                 # A number says more than a name, which two classes may have.
                 name: find_target(network, n_outputs, _number(name) or name, [settings.train])

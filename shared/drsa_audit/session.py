@@ -19,7 +19,7 @@ from .backend_choice import Choice, choose_backend
 from .backends import Backend, make_backend
 from .errors import BadInput
 from .folders import TargetClass
-from .layers import LayerInfo, inspect_layers, is_cut, suggested_layer
+from .layers import LayerInfo, inspect_layers, is_cut, suggested_layer, tell_axis
 from .networks import Network
 from .opening import RunSettings, describe_preprocessing, read_first, read_images
 from .progress import Progress
@@ -162,6 +162,7 @@ def find_concept_layer(
         raise BadInput(f"layer {name!r} {why} in a forward pass; choose another, see `drsa layers`")
     if channel_dim not in (None, 1, -1):
         raise BadInput(f"--channel-dim must be 1 or -1, got {channel_dim}")
+    info = tell_axis(network.model, info, example)
     if info.is_ambiguous:
         raise BadInput(
             f"the output of layer {name!r}, {'×'.join(map(str, info.shape))}, does not say which axis holds "

@@ -109,7 +109,10 @@ def test_a_folder_of_an_older_version_is_used_with_a_note(tmp_path) -> None:
     words = ("fit", MODEL, *INPUT, "--train", train, "--out", out, *WORDS, "--backend", "gxi")
     succeeded(*words)
     (out / "inputs.json").unlink()
-    assert "was begun by an older version" in succeeded(*words).stderr
+    (train / "contact_sheet.png").write_bytes((train / "0_blobs" / "00.png").read_bytes())
+    said = succeeded(*words).stderr
+    assert "was begun by an older version" in said
+    assert "images beside the class folders are not used: 1, e.g. " in said
 
 
 def test_classes_without_a_readable_image_have_failed(tmp_path) -> None:

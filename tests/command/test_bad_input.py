@@ -230,15 +230,16 @@ def test_a_name_that_several_classes_have(tmp_path) -> None:
 
 def test_features_on_an_axis_that_the_shape_does_not_tell(folders, tmp_path) -> None:
     out = tmp_path / "x.safetensors"
-    rest = ("--train", folders[0], "--target", "0", "--layer", "0", "--backend", "gxi", "--size", "8",
+    rest = ("--train", folders[0], "--target", "0", "--layer", "2", "--backend", "gxi", *INPUT,
             "--subspaces", 2, "--no-stability", "--out", out)  # fmt: skip
-    line = refused("fit", MODEL, *rest)
-    assert "the output of layer '0', 8×8×8, does not say which axis holds the features" in line
+    model = "tests.command.tiny:cube"
+    line = refused("fit", model, *rest)
+    assert "the output of layer '2', 8×8×8, does not say which axis holds the features" in line
     for dim in (1, -1):
-        succeeded("fit", MODEL, *rest, "--channel-dim", dim)
+        succeeded("fit", model, *rest, "--channel-dim", dim)
         made = Subspaces.load(out).provenance
         assert made is not None
         assert made.channel_dim == dim
         # What the subspaces know need not be said again.
         shown = ("--subspaces", out, "--images", folders[1], "--out", tmp_path / f"maps{dim}")
-        succeeded("explain", MODEL, "--size", "8", "--backend", "gxi", *shown)
+        succeeded("explain", model, *INPUT, "--backend", "gxi", *shown)

@@ -15,6 +15,7 @@ from drsa_audit.layers import LayerInfo, inspect_layers, suggested_layer
 from drsa_audit.networks import load_network, with_input
 from drsa_audit.opening import ModelSettings, describe_preprocessing, open_network
 from drsa_audit.published import Transform
+from drsa_audit.session import find_concept_layer
 from drsa_audit.weights import find_factory
 from drsa_core.evaluation import Preprocessing
 from PIL import Image
@@ -239,3 +240,30 @@ def test_a_factory_does_not_take_the_place_of_a_module(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="no"):
         find_factory(f"{tmp_path / 'failing_file.py'}:make")
     assert "failing_file" not in sys.modules
+
+
+class Last(nn.Module):
+    """Features on the last axis, as many as there are rows and columns of inputs (32, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.block = nn.Linear(8, 8)
+        self.head = nn.Linear(8 * 64, 2)  # of one size of inputs alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.block(self.patches(x).movedim(1, -1)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize(("name", "expected"), [("patches", 1), ("block", -1)])
+def test_larger_inputs_tell_the_axis_of_the_features(name: str, expected: int) -> None:
+    model, x = Last().eval(), torch.rand(1, 3, 32, 32)
+    before = model_state(model)
+    own = Network(model, 32, Preprocessing.from_mean_std(0.0, 1.0), name, lambda layer: EpsilonPlus())
+    info = find_concept_layer(own, None, x)
+    assert info.shape == (8, 8, 8)
+    assert info.channel_dim == expected
+    assert model_state(model) == before
+    with pytest.raises(BadInput, match="--channel-dim must be 1 or -1, got 2"):
+        find_concept_layer(own, None, x, 2)
