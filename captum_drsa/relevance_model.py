@@ -98,13 +98,15 @@ def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, 
     return torch.stack(relevance).mean(0)
 
 
-def check_baselines(request: Request, baselines: Any, is_distribution: bool) -> None:
+def check_baselines(request: Request, baselines: Any, is_distribution: bool, is_exact: bool) -> None:
     """Refuse baselines that do not fit the inputs: Captum would print the whole tensors.
 
     Parameters
     ----------
     is_distribution : bool
         Whether any number of rows is right, as for `GradientShap`.
+    is_exact : bool
+        Whether axes of size 1 are not stretched, as in `DeepLift`.
     """
     given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
     if len(given) != len(request.inputs):
@@ -118,6 +120,7 @@ def check_baselines(request: Request, baselines: Any, is_distribution: bool) -> 
         fits_example = len(shape) <= x.ndim and all(
             mine in (1, theirs) for mine, theirs in zip(shape[:0:-1], x.shape[:0:-1], strict=False)
         )
+        fits_example = shape[1:] == tuple(x.shape[1:]) or (fits_example and not is_exact)
         has_rows = rows > 0 if is_distribution else rows == 1 or shape == tuple(x.shape)
         if not (fits_example and has_rows):
             one = ", ".join(map(str, x.shape[1:]))

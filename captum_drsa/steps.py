@@ -146,7 +146,9 @@ class TwoSteps(Explainer):
             inputs = request.inputs if len(request.inputs) > 1 else request.inputs[0]
             baselines = draw_baselines(baselines, inputs)
         if self._record.needs_gradient:  # methods that perturb broadcast whatever fits
-            check_baselines(request, baselines, self._record.draws_baselines or is_distribution)
+            is_distribution = is_distribution or self._record.draws_baselines
+            is_exact = isinstance(within_tunnels(self.attribution_method), DeepLift)
+            check_baselines(request, baselines, is_distribution, is_exact)
         return baselines
 
     @property

@@ -199,6 +199,12 @@ def test_baselines_of_another_shape_are_named_by_their_shapes(kind) -> None:
         method.attribute(x, target=1, baselines=(0.0, 1.0))
     for right in (x, x[:1], 0.5):
         assert method.attribute(x, target=1, baselines=right).shape == (3, 3, 3, 12, 12)
+    stretched = torch.zeros(1, 3, 1, 1)
+    if kind is DeepLift:  # it joins inputs and baselines
+        with pytest.raises(ValueError, match=r"or \(1, 3, 12, 12\), got \(1, 3, 1, 1\)"):
+            method.attribute(x, target=1, baselines=stretched)
+    else:
+        assert method.attribute(x, target=1, baselines=stretched).shape == (3, 3, 3, 12, 12)
 
 
 def test_a_distribution_of_baselines_may_have_any_number_of_rows() -> None:
