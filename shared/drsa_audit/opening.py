@@ -298,4 +298,4 @@ def _channel_order(preprocessing: Preprocessing) -> str | None:
 
 def _rounded(values: list[float]) -> list[float]:
     """To six digits, which other machines agree on."""
-    return [float(f"{value:.6g}") for value in values]
+    return [float(f"{value:.6g}") + 0.0 for value in values]  # + 0.0: no −0
