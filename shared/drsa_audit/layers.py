@@ -189,7 +189,7 @@ def tell_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
     if len(found) != 1 or len(found[0]) != 3:
         return info
     grows = tuple(after > before for after, before in zip(found[0], info.shape, strict=True))
-    dims = {(False, True, True): 1, (True, True, False): -1}
+    dims: dict[tuple[bool, ...], int] = {(False, True, True): 1, (True, True, False): -1}
     return replace(info, given_dim=dims.get(grows))
 
 

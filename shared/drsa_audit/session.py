@@ -165,7 +165,7 @@ def find_concept_layer(
     info = tell_axis(network.model, info, example)
     if info.is_ambiguous:
         raise BadInput(
-            f"the output of layer {name!r}, {'×'.join(map(str, info.shape))}, does not say which axis holds "
+            f"the output of layer {name!r}, {'×'.join(map(str, info.shape or ()))}, does not say which axis holds "
             "the features; give --channel-dim 1 if it is the first one, --channel-dim -1 if it is the last"
         )
     return replace(info, is_cut=is_cut(network.model, name, example)) if info.is_cut is None else info

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from captum.attr import (
@@ -214,5 +216,5 @@ def test_a_distribution_of_baselines_may_have_any_number_of_rows() -> None:
     with pytest.raises(ValueError, match=r"\(n, 3, 12, 12\) with any n, got \(5, 3, 12, 4\)"):
         shap.attribute(x, target=1, baselines=images(5)[..., :4], n_samples=2)
     tunnel = split(NoiseTunnel(IntegratedGradients(conv_net())))
-    options = {"nt_samples": 2, "n_steps": 2, "draw_baseline_from_distrib": True}
+    options: dict[str, Any] = {"nt_samples": 2, "n_steps": 2, "draw_baseline_from_distrib": True}
     assert tunnel.attribute(x, target=1, baselines=images(5), **options).shape == (3, 3, 3, 12, 12)
