@@ -164,9 +164,10 @@ def find_concept_layer(
         raise BadInput(f"--channel-dim must be 1 or -1, got {channel_dim}")
     info = tell_axis(network.model, info, example)
     if info.is_ambiguous:
+        shape = "×".join(map(str, info.shape or ()))
         raise BadInput(
-            f"the output of layer {name!r}, {'×'.join(map(str, info.shape or ()))}, does not say which axis holds "
-            "the features; give --channel-dim 1 if it is the first one, --channel-dim -1 if it is the last"
+            f"the output of layer {name!r}, {shape}, does not say which axis holds the features; give "
+            "--channel-dim 1 if it is the first one, --channel-dim -1 if it is the last"
         )
     return replace(info, is_cut=is_cut(network.model, name, example)) if info.is_cut is None else info
 
