@@ -20,7 +20,7 @@ from zennit_drsa import DisentangledAttributor
 from .audit_steps import PASSES, forward_seconds
 from .backends import Backend
 from .concepts import AUTO
-from .errors import BadInput, one_writer
+from .errors import BadInput, one_line, one_writer
 from .fitting import FitSettings, metadata_of
 from .folders import TargetClass, class_files, find_target, images_in
 from .images import UnreadablePhoto, load_photo
@@ -43,7 +43,7 @@ class LabelledFiles(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, network: Network, files: list[tuple[Path, int]], n_outputs: int) -> None:
         self.network, self.files, self.n_outputs = network, files, n_outputs
-        self.unreadable: list[Path] = []
+        self.unreadable: list[str] = []
 
     def __len__(self) -> int:
         return len(self.files)
@@ -53,8 +53,8 @@ class LabelledFiles(Dataset[tuple[Tensor, int]]):
         network = self.network
         try:
             pixels = load_photo(file, network.size, network.resize, network.interpolation)
-        except UnreadablePhoto:
-            self.unreadable.append(file)
+        except UnreadablePhoto as error:
+            self.unreadable.append(f"{file} ({one_line(error, 160)})")
             return torch.zeros(3, network.size, network.size), self.n_outputs
         return network.preprocessing.to_inputs(pixels[None])[0], output
 
@@ -143,9 +143,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 progress=progress.shown,
                 ranks=ranks,
             )
-        unreadable = [
-            str(file) for said in ranks.messages([str(f) for f in images.unreadable]) for file in said
-        ]
+        unreadable = [text for said in ranks.messages(images.unreadable) for text in said]
         if unreadable:
             shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
             progress.note(f"{len(unreadable)} images cannot be read and were skipped: {shown}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from drsa_core.evaluation import Preprocessing
 from torch import Tensor, nn
 
 from .errors import BadInput, one_line
-from .images import UnreadablePhoto, load_images, load_photo
+from .images import UnreadablePhoto, load_photo
 from .networks import Network, SuitableRules, load_network, with_input
 from .progress import Progress
 from .published import Transform, is_torchvision_name, published_transform
@@ -137,14 +136,7 @@ def read_images(
     network: Network, files: list[Path], progress: Progress, device: torch.device
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Inputs and pixels (N, 3, H, W), and names; files that cannot be read are named in a note."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each unreadable file is in the note
-        try:
-            pixels, names, unreadable = load_images(
-                files, network.size, network.resize, network.interpolation
-            )
-        except ValueError as error:
-            raise BadInput(str(error)) from error
+    pixels, names, unreadable = _readable(network, files)
     if unreadable:
         shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
         progress.note(f"{len(unreadable)} of {len(files)} images cannot be read and were skipped: {shown}")
@@ -160,20 +152,30 @@ def read_first(network: Network, files: Sequence[Path], n_images: int) -> Tensor
     BadInput
         If none can be read.
     """
-    found: list[Tensor] = []
-    why = ""
+    pixels, _, _ = _readable(network, files, n_images)
+    inputs = network.preprocessing.to_inputs(pixels).contiguous(memory_format=torch.channels_last)
+    return inputs.to(next(network.model.parameters()).device)
+
+
+def _readable(
+    network: Network, files: Sequence[Path], limit: int | None = None
+) -> tuple[Tensor, list[str], list[str]]:
+    """Pixels (N, 3, H, W) and names of files that can be read, and the others with the reason."""
+    pixels: list[Tensor] = []
+    names, unreadable = [], []
     for file in files:
         try:
-            found.append(load_photo(file, network.size, network.resize, network.interpolation))
+            pixels.append(load_photo(file, network.size, network.resize, network.interpolation))
         except UnreadablePhoto as error:
-            why = why or f", e.g. {file}: {error}"
-        if len(found) == n_images:
+            unreadable.append(f"{file} ({one_line(error, 160)})")
+        else:
+            names.append(file.name)
+        if len(pixels) == limit:
             break
-    if not found:
-        raise BadInput(f"none of the {len(files)} photographs can be read{why}")
-    inputs = network.preprocessing.to_inputs(torch.stack(found))
-    device = next(network.model.parameters()).device
-    return inputs.contiguous(memory_format=torch.channels_last).to(device)
+    if not pixels:
+        example = f", e.g. {unreadable[0]}" if unreadable else ""
+        raise BadInput(f"none of the {len(files)} photographs can be read{example}")
+    return torch.stack(pixels), names, unreadable
 
 
 def describe_preprocessing(network: Network) -> dict[str, Any]:
