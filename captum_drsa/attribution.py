@@ -30,7 +30,7 @@ from ._captum import logged, rules_on
 from .below_layer import FromLayer
 from .context import measure_bypass
 from .inputs import as_arguments, as_inputs
-from .methods import choose_context, record_of
+from .methods import choose_context, record_of, within_tunnels
 from .steps import Steps, TwoSteps
 
 _T = TypeVar("_T")
@@ -171,10 +171,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             (`GradientShap`, `DeepLiftShap`); for `LRP` R_k − Σ_p R_pk.
         """
         if return_convergence_delta and not self.has_convergence_delta():
-            raise ValueError(
-                f"{type(self.attribution_method).__name__} has no convergence delta here; exact_totals() "
-                "gives the exact total of the maps, and NoiseTunnel(DisentangledAttribution(...)) has a delta"
-            )
+            raise ValueError(self._why_no_delta())
         self._check_target(inputs, target, additional_forward_args)
 
         def work(request: Request) -> tuple[Steps, Tensor | None]:
@@ -285,6 +282,15 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
 
         self._check_use(target, 5, n_outputs)
+
+    def _why_no_delta(self) -> str:
+        name, inner = type(self.attribution_method).__name__, within_tunnels(self.attribution_method)
+        if inner is not self.attribution_method and inner.has_convergence_delta():
+            return (
+                f"{name} has no convergence delta here, as its noise is not known; put the noise outside: "
+                f"NoiseTunnel(DisentangledAttribution({type(inner).__name__}(...), ...)) has a delta"
+            )
+        return f"{name} has no convergence delta; explain(...).certificate() says what the maps add up to"
 
     def _guarded(
         self,

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 
 import torch
-from captum.attr import LayerAttribution, ShapleyValueSampling
+from captum.attr import LayerAttribution, PerturbationAttribution, ShapleyValueSampling
 from drsa_core import context_from_relevance
 from drsa_core.layer import BackwardPass, Cut, Request, UpperNetwork, contexts_by_example
 from drsa_core.layer.contexts import rows_per_run
@@ -91,6 +91,9 @@ class LayerAttributionContext:
         with torch.no_grad():
             activation = request.activation().clone()
         inputs = tuple(x.detach().clone() for x in request.inputs)  # Captum sets requires_grad on them
+        if not isinstance(self.attributor, PerturbationAttribution):
+            for x in inputs:
+                x.requires_grad_(x.is_floating_point())  # else Captum does it, and warns
         relevance = self.attributor.attribute(
             inputs if len(inputs) > 1 else inputs[0],
             target=request.target,

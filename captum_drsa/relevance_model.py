@@ -98,6 +98,38 @@ def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, 
     return torch.stack(relevance).mean(0)
 
 
+def check_baselines(request: Request, baselines: Any, is_distribution: bool, is_exact: bool) -> None:
+    """Refuse baselines that do not fit the inputs: Captum would print the whole tensors.
+
+    Parameters
+    ----------
+    is_distribution : bool
+        Whether any number of rows is right, as for `GradientShap`.
+    is_exact : bool
+        Whether axes of size 1 are not stretched, as in `DeepLift`.
+    """
+    given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
+    if len(given) != len(request.inputs):
+        raise ValueError(
+            f"baselines must be one for each of the {len(request.inputs)} inputs, got {len(given)}"
+        )
+    for x, baseline in zip(request.inputs, given, strict=True):
+        if not isinstance(baseline, Tensor):
+            continue
+        shape, rows = tuple(baseline.shape), len(baseline) if baseline.ndim else 0
+        fits_example = len(shape) <= x.ndim and all(
+            mine in (1, theirs) for mine, theirs in zip(shape[:0:-1], x.shape[:0:-1], strict=False)
+        )
+        fits_example = shape[1:] == tuple(x.shape[1:]) or (fits_example and not is_exact)
+        has_rows = rows > 0 if is_distribution else rows == 1 or shape == tuple(x.shape)
+        if not (fits_example and has_rows):
+            one = ", ".join(map(str, x.shape[1:]))
+            wanted = f"(n, {one}) with any n" if is_distribution else f"{tuple(x.shape)} or (1, {one})"
+            raise ValueError(
+                f"baselines of an input {tuple(x.shape)} must have the shape {wanted}, got {shape}"
+            )
+
+
 def as_tensors(request: Request, baselines: Any) -> list[Tensor]:
     """Baselines of each input as tensors (1, …), (N, …) or (n_baselines, …); 0 if there are none."""
     given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)

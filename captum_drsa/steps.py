@@ -19,7 +19,7 @@ from .captum_lrp import LRPPass
 from .context import ShapleyContext
 from .explain import explain_at_input
 from .methods import Explain, Method, within_tunnels
-from .relevance_model import RelevanceModel, baseline_relevance
+from .relevance_model import RelevanceModel, baseline_relevance, check_baselines
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ class TwoSteps(Explainer):
 
     def _both_steps(self, request: Request, options: dict[str, Any]) -> Steps:
         if self._record.explain is None:
+            unknown = sorted(set(options) - {"verbose"})
+            if unknown:
+                raise TypeError(
+                    f"{type(self.attribution_method).__name__} takes no keyword {unknown[0]!r} here; it "
+                    "knows verbose"
+                )
             return self._lrp(request, **options)
         if self._takes_one_pass:
             return self._one_pass(request, options)
@@ -76,7 +82,8 @@ class TwoSteps(Explainer):
         self._check_fits(activation)
         if "baselines" in options and self._record.at_input is None:
             # In place: the convergence delta needs the baselines that were drawn here.
-            options["baselines"] = self._drawn(request, options["baselines"])
+            is_distribution = bool(options.get("draw_baseline_from_distrib"))
+            options["baselines"] = self._drawn(request, options["baselines"], is_distribution)
         model = RelevanceModel(request, context, self._fitted(), self._record.needs_gradient)
         return Steps(explain(self._method_for(request), request, model, options), activation, context)
 
@@ -105,8 +112,11 @@ class TwoSteps(Explainer):
             if isinstance(within_tunnels(method), DeepLift | LRP):
                 return None
             method.forward_func, target = lambda *args: request.select(request.forward(*args)), None
+        inputs = request.inputs[0].detach().clone()
+        if self._record.needs_gradient:
+            inputs.requires_grad_()  # else Captum does it, and warns
         whole: Tensor = method.attribute(
-            request.inputs[0].detach().clone(),
+            inputs,
             target=target,
             additional_forward_args=request.args or None,
             **options,
@@ -128,13 +138,18 @@ class TwoSteps(Explainer):
             at_input = model.relevance(activation, example)
             return at_input - baseline_relevance(request, model, baselines, self._record.draws_baselines)
 
-    def _drawn(self, request: Request, baselines: Any) -> Any:
+    def _drawn(self, request: Request, baselines: Any, is_distribution: bool = False) -> Any:
         """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
         if self._record.at_input is not None:
             return self._record.at_input.baselines(cast(FromLayer, request.forward), baselines)
-        if not self._record.draws_baselines or baselines is None:
-            return baselines
-        return draw_baselines(baselines, request.inputs if len(request.inputs) > 1 else request.inputs[0])
+        if self._record.draws_baselines and baselines is not None:
+            inputs = request.inputs if len(request.inputs) > 1 else request.inputs[0]
+            baselines = draw_baselines(baselines, inputs)
+        if self._record.needs_gradient:  # methods that perturb broadcast whatever fits
+            is_distribution = is_distribution or self._record.draws_baselines
+            is_exact = isinstance(within_tunnels(self.attribution_method), DeepLift)
+            check_baselines(request, baselines, is_distribution, is_exact)
+        return baselines
 
     @property
     def _takes_one_pass(self) -> bool:

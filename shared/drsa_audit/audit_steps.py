@@ -20,7 +20,7 @@ from drsa_core.layer import RelevanceLossWarning
 from drsa_core.storage import read_tensors, write_tensors
 from torch import Tensor
 
-from .errors import BadInput, one_line
+from .errors import BadInput, one_line, one_writer
 from .session import Session
 from .work import Work, read_json, write_json
 
@@ -86,6 +86,7 @@ def collect(session: Session, inputs: Tensor, positions: int, folder: Path, forw
     with (
         session.progress.step("pairs", f"Collecting pairs from {len(inputs)} images", estimate),
         noted(session),
+        one_writer(),
     ):
         return session.backend.collect(
             batches, session.target.output, positions, session.seed, PairStore(folder)
@@ -97,11 +98,12 @@ def explain(
 ) -> Explained:
     """Concept maps of images, batch by batch into a folder."""
     inputs, pixels, names = session.read(files)
-    folder.mkdir(parents=True, exist_ok=True)
     once, each = PASSES[session.choice.backend][1:]
     estimate = forward * len(inputs) * (once + each * subspaces.n_subspaces)
     starts = range(0, len(inputs), session.batch_size)
     with session.progress.step("maps", f"Explaining {len(inputs)} images", estimate), noted(session):
+        session.check_use(subspaces)  # maps that lie here already were made by force, perhaps
+        folder.mkdir(parents=True, exist_ok=True)
         for start in session.progress.bar(starts, "batch"):
             file = folder / f"{start:06d}.safetensors"
             if not file.exists():

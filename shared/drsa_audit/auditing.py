@@ -24,11 +24,13 @@ from .progress import Progress
 from .record import AuditRecord
 from .report import Verdict, make_verdict, write_report
 from .session import Session
-from .work import check_out
+from .work import check_out, files_digest
 
 #: Images of other classes, at most, whose concepts are looked at: in all, and of one class.
 MAX_OTHERS, MAX_OF_ONE_CLASS = 60, 10
 SUBSPACES = "subspaces.safetensors"
+#: Options of the command that are not called as the setting.
+_OPTIONS = {"channel_order": "--channels"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,9 @@ def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     learned, key = learn_class(training, settings, pairs)
     subspaces = named(learned.subspaces, settings.names)
     subspaces.save(work.folder / SUBSPACES)
-    on_test = {**key, "test": session.decided_by(test.own)["files"]}
+    if test.doubt:
+        progress.note(test.doubt)
+    on_test = {**key, "test": files_digest(test.own), "names": [file.name for file in test.own]}
     folder = work.place("explained", on_test)
     explained = explain(session, test.own, subspaces, folder, forward)
     evidence = {
@@ -205,7 +209,7 @@ def command_of(settings: AuditSettings) -> str:
         value = getattr(settings, field.name)
         if field.name in ("model", "names") or value == field.default:
             continue
-        option = f"--{field.name.replace('_', '-')}"
+        option = _OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-"))
         elif isinstance(value, Path):
@@ -286,7 +290,7 @@ def _others(
     return {
         name: training.work.remembered(
             "relevance-class",
-            {**key, "class": name, "files": session.decided_by(files)["files"]},
+            {**key, "class": name, "files": files_digest(files)},
             lambda name=name: relevance(name),  # type: ignore[misc]
         )
         for name, files in chosen.items()

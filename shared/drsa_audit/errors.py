@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BadInput(ValueError):
     """A model, folder, file or setting that cannot be used; the message says which and what to do."""
+
+
+@contextmanager
+def one_writer() -> Iterator[None]:
+    """What is raised where another process writes to the same folder becomes `BadInput`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "another writer" in str(error):
+            raise BadInput(str(error)) from error
+        raise
 
 
 def one_line(text: object, limit: int = 600) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,20 @@ from .concepts import take_out
 from .errors import BadInput
 from .findings import shares
 from .folders import TargetClass, find_files, find_target
-from .opening import ModelSettings, count_outputs, open_network, read_images
+from .opening import RunSettings, open_model
 from .progress import Progress
 from .session import Session, open_session
-from .work import Work, check_out, write_json
+from .work import Work, check_out, read_json, subspaces_digest, write_json
+
+#: Which pictures `run_explain` has written into a folder.
+PICTURES = "pictures.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainSettings(ModelSettings):
-    """What decides maps of given concepts, beside what `ModelSettings` holds.
+class ExplainSettings(RunSettings):
+    """What decides maps of given concepts, beside what `RunSettings` and `ModelSettings` hold.
+
+    With `force`, subspaces are used that were made for another model, layer, class or method.
 
     Attributes
     ----------
@@ -40,28 +47,22 @@ class ExplainSettings(ModelSettings):
         Folder (`run_explain`) or file (`run_evaluate`) to write.
     target : str or int, optional
         Default: the class that the subspaces were learned for.
-    backend, samples, seed, batch_size
-        As in `FitSettings`.
-    force : bool
-        Use subspaces that were made for another model, layer, class or method.
     """
 
     concepts: Path
     images: Path
     out: Path
     target: str | int | None = None
-    backend: str = "lrp"
-    samples: int | None = None
-    seed: int = 0
-    batch_size: int = 4
-    force: bool = False
 
 
 def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]:
     """Write a picture of each image with its maps, relevance.csv, and the maps themselves."""
     work = Work(settings.out)
     session, subspaces, explained, _ = _explained(settings, work, progress)
-    with progress.step("pictures", f"Drawing {len(explained)} pictures"):
+    with (
+        progress.step("pictures", f"Drawing {len(explained)} pictures"),
+        _only_new_pictures(work.folder, [_picture(n, name) for n, name in enumerate(explained.names)]),
+    ):
         _draw(explained, subspaces, work.folder)
     _write_table(explained, subspaces, work.folder / "relevance.csv")
     return {
@@ -111,10 +112,7 @@ def _explained(
     with progress.step("prepare", "Loading the model and the images"):
         subspaces = load_subspaces(settings.concepts)
         made = subspaces.provenance
-        network = open_network(settings)
-        device = next(network.model.parameters()).device
-        blank = torch.zeros(1, 3, network.size, network.size, device=device)
-        n_outputs = count_outputs(network, blank)
+        network, n_outputs = open_model(settings)
         if settings.target is not None:
             target = find_target(network, n_outputs, str(settings.target), [settings.images])
         elif made is None or not isinstance(made.target, int):
@@ -123,27 +121,29 @@ def _explained(
             about = subspaces.metadata.get("explained_class", {})
             index = about.get("index", made.target)
             target = TargetClass(made.target, index, about.get("name", f"class {index}"))
-        files = find_files(settings.images, target).own
-        first, _, _ = read_images(network, files[:4], Progress(shown=False), device)
-        session = open_session(
+        found = find_files(settings.images, target)
+        if found.doubt:
+            progress.note(found.doubt)
+        files, known_dim = found.own, None if made is None else made.channel_dim
+        session, first = open_session(
+            settings,
             network,
-            settings.name,
             target,
-            first,
+            files,
+            progress,
             layer=None if made is None else made.layer,
-            backend=settings.backend,
-            samples=settings.samples,
-            seed=settings.seed,
-            batch_size=settings.batch_size,
-            progress=progress,
-            force=settings.force,
+            channel_dim=known_dim if settings.channel_dim is None else settings.channel_dim,
         )
         if session.layer.n_features != subspaces.n_features:
             raise BadInput(
                 f"{settings.concepts} has {subspaces.n_features} features, but layer {session.layer.name} of "
                 f"{settings.name} has {session.layer.n_features}"
             )
-    key = {**session.decided_by(files), "basis": float(subspaces.basis.double().abs().sum())}
+    key = {
+        **session.decided_by(files),
+        "subspaces": subspaces_digest(subspaces),
+        "names": [file.name for file in files],
+    }
     forward = forward_seconds(session, first)
     explained = explain(session, files, subspaces, work.place("maps", key), forward)
     return session, subspaces, explained, key
@@ -173,7 +173,27 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
         file = io.BytesIO()
         array = (row.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
         Image.fromarray(array).save(file, format="PNG")
-        write_atomically(folder / f"{n:04d}_{Path(name).stem}.png", [file.getvalue()])
+        write_atomically(folder / _picture(n, name), [file.getvalue()])
+
+
+def _picture(n: int, name: str) -> str:
+    return f"{n:04d}_{Path(name).stem}.png"
+
+
+@contextmanager
+def _only_new_pictures(folder: Path, names: list[str]) -> Iterator[None]:
+    """Write pictures of these names; those that an earlier run has written into the folder are then gone.
+
+    The folder keeps a list of what a run writes, so that no other file is touched.
+    """
+    kept = folder / PICTURES
+    before = set(read_json(kept)) if kept.exists() else set()
+    write_json(kept, sorted(before | set(names)))  # a run that is interrupted leaves some of both
+    yield
+    for name in before - set(names):
+        if Path(name).name == name and name.endswith(".png"):
+            (folder / name).unlink(missing_ok=True)
+    write_json(kept, names)
 
 
 def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None:

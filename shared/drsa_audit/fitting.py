@@ -6,24 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from drsa_core import Pairs, Subspaces
 from torch import Tensor
 
 from .audit_steps import collect, forward_seconds, noted
 from .concepts import Learned, learn, learning_seconds
 from .errors import BadInput
-from .folders import ImageFiles, find_files, find_target
+from .folders import ImageFiles, TargetClass, find_files, find_target
 from .networks import Network
-from .opening import ModelSettings, count_outputs, open_network, read_images
+from .opening import RunSettings, describe_preprocessing, open_model
 from .progress import Progress
 from .session import Session, open_session
 from .work import Work, check_out, read_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSettings(ModelSettings):
-    """What decides which concepts are learned, beside what `ModelSettings` holds.
+class FitSettings(RunSettings):
+    """What decides which concepts are learned, beside what `RunSettings` and `ModelSettings` hold.
 
     Attributes
     ----------
@@ -37,10 +36,6 @@ class FitSettings(ModelSettings):
         Folder for what is done so far. Default: beside `out`, with the ending .drsa.
     layer : str, optional
         Default: that of the network, or the suggested one.
-    backend : {"lrp", "ig", "gxi", "shapley"}
-        LRP gives way to Integrated Gradients where it is not valid.
-    samples : int, optional
-        Permutations of "shapley" or steps of "ig".
     subspaces : int or "auto"
         Number of concepts.
     balance : float
@@ -51,9 +46,6 @@ class FitSettings(ModelSettings):
         At most so many.
     stability : bool
         Whether to repeat the fit, to see which concepts come back.
-    seed, batch_size : int
-    force : bool
-        Go on where the run would refuse.
     """
 
     train: Path
@@ -61,16 +53,11 @@ class FitSettings(ModelSettings):
     out: Path
     work: Path | None = None
     layer: str | None = None
-    backend: str = "lrp"
-    samples: int | None = None
     subspaces: int | str = 4
     balance: float = 1.0
     positions: int = 20
     train_images: int = 500
     stability: bool = True
-    seed: int = 0
-    batch_size: int = 4
-    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,24 +106,21 @@ def open_training(settings: FitSettings, progress: Progress, folders: tuple[Path
         for folder in (settings.train, *folders):
             if not folder.is_dir():
                 raise BadInput(f"there is no folder {folder}")
-        network = open_network(settings)
-        device = next(network.model.parameters()).device
-        n_outputs = count_outputs(network, _blank(network, device))
+        network, n_outputs = open_model(settings)
         target = find_target(network, n_outputs, str(settings.target), [settings.train, *folders])
         files = find_files(settings.train, target, settings.train_images)
-        first, _, _ = read_images(network, files.own[:8], Progress(shown=False), device)
-        session = open_session(
+        if files.doubt and not settings.force:
+            raise BadInput(f"{files.doubt}; --force learns from them all the same")
+        if files.doubt:
+            progress.note(files.doubt)
+        session, _ = open_session(
+            settings,
             network,
-            settings.name,
             target,
-            first,
+            files.own,
+            progress,
             layer=settings.layer,
-            backend=settings.backend,
-            samples=settings.samples,
-            seed=settings.seed,
-            batch_size=settings.batch_size,
-            progress=progress,
-            force=settings.force,
+            channel_dim=settings.channel_dim,
         )
         if session.layer.is_cut is False:
             progress.note(f"paths go around layer {session.layer.name}: what takes them is in no concept map")
@@ -169,8 +153,8 @@ def learn_class(training: Training, settings: FitSettings, pairs: Pairs) -> tupl
         what = f"Learning concepts from {len(pairs)} pairs"
         with session.progress.step("concepts", what, seconds), noted(session):
             learned = learn(session, pairs, *how)
-        target = {"name": session.target.name, "index": session.target.index}
-        learned.subspaces.with_metadata(explained_class=target, network=session.name).save(file)
+        about_run = metadata_of(session.network, session.target, session.name)
+        learned.subspaces.with_metadata(**about_run).save(file)
         write_json(
             about, {"history": learned.history, "stability": learned.stability, "choice": learned.choice}
         )
@@ -184,5 +168,10 @@ def _learning_seconds(pairs: Pairs, n_subspaces: int | str, balance: float, repe
         return None  # what is wrong with the pairs is said by the step itself
 
 
-def _blank(network: Network, device: torch.device) -> Tensor:
-    return torch.zeros(1, 3, network.size, network.size, device=device)
+def metadata_of(network: Network, target: TargetClass, name: str) -> dict[str, Any]:
+    """What subspaces remember beside their provenance: class, name of the network, preprocessing."""
+    return {
+        "explained_class": {"name": target.name, "index": target.index},
+        "network": name,
+        "preprocessing": describe_preprocessing(network),
+    }

@@ -23,36 +23,32 @@ class TargetClass:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Files of the explained class, and of other classes by their name."""
+    """Files of the explained class, and of other classes by their name.
+
+    `doubt` says why the files may be of another class, if the folder's name says so.
+    """
 
     own: list[Path]
     others: dict[str, list[Path]]
+    doubt: str | None = None
 
 
 def find_target(network: Network, n_outputs: int, wanted: str, folders: list[Path]) -> TargetClass:
     """The class of a number or a name.
 
     A name is looked for among the class folders (`235_german_shepherd`, or, where there is one folder for
-    each output and none has a number, in alphabetical order as torchvision's `ImageFolder` counts them) and
-    among ImageNet's classes if the network has 1000 outputs.
+    each output and none has a number, in alphabetical order as torchvision's `ImageFolder` counts them) and,
+    if no folder has it, among ImageNet's classes if the network has 1000 outputs.
 
     Raises
     ------
     BadInput
-        If the model has no such class; close names are given.
+        If the model has no such class; close names are given. If it has several of that name.
     """
-    names = _known_names(network, n_outputs, folders)
-    if re.fullmatch(r"\d+", wanted):
-        index = int(wanted)
-    else:
-        by_name = {_plain(name): index for index, name in names.items()}
-        plain = _plain(re.sub(r"^\d+_", "", wanted))
-        if plain not in by_name:
-            close = difflib.get_close_matches(plain, by_name, n=3, cutoff=0.5)
-            near = f"; did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
-            number = "" if close else f"; give the number of the output, 0 to {n_outputs - 1}"
-            raise BadInput(f"the model has no class {wanted!r} that is known by name{near}{number}")
-        index = by_name[plain]
+    of_folders = _names_of_folders(n_outputs, folders)
+    of_imagenet = imagenet_names() if n_outputs == 1000 and network.classes is None else {}
+    names = of_imagenet | of_folders
+    index = int(wanted) if re.fullmatch(r"[0-9]+", wanted) else _named(wanted, of_folders, names, n_outputs)
     try:
         output = network.output_of(index)
     except ValueError as error:
@@ -77,13 +73,19 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
         raise BadInput(f"there is no folder {folder}")
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give a folder of images, or of class folders")
-    here = _images_in(folder)
+    here = images_in(folder)
     if here:
-        return ImageFiles(here[:limit], {})
+        inside = [path.name for path in _subfolders(folder) if images_in(path)]
+        if inside:
+            raise BadInput(
+                f"{folder} holds images, e.g. {here[0].name}, and folders of images, {_some(inside)}, so "
+                "that it is not clear which are meant; move the images away, or give one of the folders"
+            )
+        return ImageFiles(here[:limit], {}, _doubt(folder, target))
     by_class = class_files(folder, None)
     own = [name for name in by_class if _is_of(name, target)]
     if len(own) != 1:
-        found = ", ".join(list(by_class)[:6]) + (", …" if len(by_class) > 6 else "")
+        found = _some(list(by_class))
         which = "none of which" if not own else "more than one of which"
         raise BadInput(
             f"{folder} holds the class folders {found}, {which} is of {target.name} ({target.index}); give "
@@ -97,7 +99,7 @@ def class_files(folder: Path, limit: int | None) -> dict[str, list[Path]]:
     """The images in each class folder of a folder, by its name; of each at most `limit`, the first ones."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give a folder of class folders")
-    by_class = {path.name: _images_in(path)[:limit] for path in _subfolders(folder)}
+    by_class = {path.name: images_in(path)[:limit] for path in _subfolders(folder)}
     by_class = {name: files for name, files in by_class.items() if files}
     if not by_class:
         raise BadInput(f"no images ({', '.join(SUFFIXES)}) in {folder}")
@@ -119,8 +121,46 @@ def imagenet_names() -> dict[int, str]:
     return {index: info.index_to_description(index).split(",")[0] for index in range(1000)}
 
 
-def _known_names(network: Network, n_outputs: int, folders: list[Path]) -> dict[int, str]:
-    names = imagenet_names() if n_outputs == 1000 and network.classes is None else {}
+def _named(wanted: str, of_folders: dict[int, str], names: dict[int, str], n_outputs: int) -> int:
+    """The index of the class of a name, e.g. "german_shepherd" or "235_german_shepherd"."""
+    number = re.match(r"([0-9]+)_", wanted)
+    plain = _plain(re.sub(r"^[0-9]+_", "", wanted))
+    found = [index for index, name in of_folders.items() if _plain(name) == plain]
+    # The user's own folders say more than a list of a thousand names, of which some occur twice.
+    found = found or [index for index, name in names.items() if _plain(name) == plain]
+    if not found:
+        close = difflib.get_close_matches(plain, {_plain(name) for name in names.values()}, n=3, cutoff=0.5)
+        near = f"; did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+        advice = "" if close else f"; give the number of the output, 0 to {n_outputs - 1}"
+        raise BadInput(f"the model has no class {wanted!r} that is known by name{near}{advice}")
+    listed = " and ".join(map(str, sorted(found)))
+    if number and int(number[1]) not in found:
+        raise BadInput(f"{wanted!r} says class {int(number[1])}, but {names[found[0]]} is class {listed}")
+    if number:
+        return int(number[1])
+    if len(found) > 1:
+        raise BadInput(f"more than one class is called {wanted!r}: {listed}; give the number of one of them")
+    return found[0]
+
+
+def _doubt(folder: Path, target: TargetClass) -> str | None:
+    """Why the images of a folder may be of another class than the explained one."""
+    name = folder.absolute().name
+    number = re.match(r"([0-9]+)_", name)
+    if number is None or int(number[1]) == target.index:
+        return None
+    return (
+        f"the folder {name} is by its name of class {int(number[1])}, but the explained class is "
+        f"{target.index} ({target.name})"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+
+
+def _names_of_folders(n_outputs: int, folders: list[Path]) -> dict[int, str]:
+    names: dict[int, str] = {}
     for folder in folders:
         found = [path.name for path in _subfolders(folder)] if folder.is_dir() else []
         # A folder of images of one class may carry the class in its own name.
@@ -136,7 +176,8 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _images_in(folder: Path) -> list[Path]:
+def images_in(folder: Path) -> list[Path]:
+    """The images in a folder itself, in order."""
     return sorted(
         file
         for file in folder.iterdir()

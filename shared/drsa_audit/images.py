@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
+#: What Pillow's decoders raise on a damaged file.
+DAMAGES = (
+    OSError,
+    EOFError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,8 @@ def to_pixels(
     Parameters
     ----------
     photo : PIL image
-        As it is meant to be seen: cameras note the way up beside the pixels.
+        As it is meant to be seen: cameras note the way up beside the pixels. With 8 or 16 bits for each
+        value; modes without a known range of values are refused.
     size : int
         Side of the square.
     resize : int, optional
@@ -112,8 +128,8 @@ def to_pixels(
         squeezed into the square.
     interpolation : {"bicubic", "bilinear"}
     """
-    how = Image.Resampling[interpolation.upper()]
-    upright = ImageOps.exif_transpose(photo).convert("RGB")
+    how = _resampling(interpolation)
+    upright = _as_rgb(ImageOps.exif_transpose(photo))
     if resize is None:
         resized = upright.resize((size, size), how)
     else:
@@ -128,17 +144,52 @@ def load_images(
     files: Sequence[Path], size: int, resize: int | None = None, interpolation: str = "bicubic"
 ) -> tuple[Tensor, list[str], list[str]]:
     """Pixels (N, 3, size, size) in [0, 1], names of the files, and paths of those that cannot be read."""
-    pixels, names, unreadable = [], [], []
+    pixels, names, unreadable, why = [], [], [], ""
     for file in files:
         try:
-            with Image.open(file) as image:
-                pixels.append(to_pixels(image, size, resize, interpolation))
-        except (OSError, UnidentifiedImageError, SyntaxError, Image.DecompressionBombError) as error:
+            pixels.append(load_photo(file, size, resize, interpolation))
+        except UnreadablePhoto as error:
             warnings.warn(f"skipped {file}, which cannot be read: {error}", stacklevel=2)
             unreadable.append(str(file))
+            why = why or f", e.g. {file}: {error}"
         else:
             names.append(file.name)
     if not pixels:
-        example = f", e.g. {files[0]}" if files else ""
-        raise ValueError(f"none of the {len(files)} photographs can be read{example}")
+        raise ValueError(f"none of the {len(files)} photographs can be read{why}")
     return torch.stack(pixels), names, unreadable
+
+
+class UnreadablePhoto(ValueError):
+    """A file that holds no photograph that can be used; the message says why, without the file's name."""
+
+
+def load_photo(file: Path, size: int, resize: int | None = None, interpolation: str = "bicubic") -> Tensor:
+    """Pixels (3, size, size) in [0, 1] of one file; `UnreadablePhoto` if it cannot be read."""
+    _resampling(interpolation)  # a wrong name is no fault of the file
+    try:
+        with Image.open(file) as image:
+            return to_pixels(image, size, resize, interpolation)
+    except DAMAGES as error:
+        # Pillow repeats the file's name, which stands beside the reason already.
+        raise UnreadablePhoto(str(error).replace(f" {str(file)!r}", "") or type(error).__name__) from error
+
+
+def _resampling(interpolation: str) -> Image.Resampling:
+    try:
+        return Image.Resampling[interpolation.upper()]
+    except KeyError as error:
+        known = ", ".join(how.name.lower() for how in Image.Resampling)
+        raise ValueError(f"interpolation must be one of {known}, got {interpolation!r}") from error
+
+
+def _as_rgb(photo: Image.Image) -> Image.Image:
+    """With 8 bits for each value; Pillow's own conversion would cut 16 bits off at 255."""
+    if photo.mode.startswith("I;16"):
+        values = np.asarray(photo).astype(np.float64) / 257
+        return Image.fromarray(values.round().astype(np.uint8)).convert("RGB")
+    if photo.mode in ("I", "F"):
+        kind = "32-bit integers" if photo.mode == "I" else "floating-point numbers"
+        raise ValueError(
+            f"its values are {kind} (mode {photo.mode}), whose range is not known; save it with 8 or 16 bits"
+        )
+    return photo.convert("RGB")

@@ -34,6 +34,8 @@ class LayerInfo:
         Whether all that the layers above see comes from here; None if it was not tried.
     is_suggested : bool
         Whether it suits concepts best.
+    given_dim : {1, -1} or None
+        Axis of the features where it is known; None if it is to be read from the shape.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LayerInfo:
     n_parameters: int
     is_cut: bool | None = None
     is_suggested: bool = False
+    given_dim: int | None = None
 
     @property
     def depth(self) -> int:
@@ -51,10 +54,24 @@ class LayerInfo:
 
     @property
     def channel_dim(self) -> int:
-        """Axis of the features in the output: −1 for tokens (T, D) and for (H, W, D), else 1."""
+        """Axis of the features in the output: −1 for tokens (T, D) and for (H, W, D), else 1.
+
+        Inputs are squares, so that maps are squares as well: H = W tells their axes from that of the
+        features.
+        """
+        if self.given_dim is not None:
+            return self.given_dim
         shape = self.shape or ()
-        is_channels_last = len(shape) == 3 and shape[0] == shape[1] != shape[2] and shape[2] > shape[0]
+        is_channels_last = len(shape) == 3 and shape[0] == shape[1] != shape[2]
         return -1 if len(shape) == 2 or is_channels_last else 1
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether `channel_dim` is a guess: D = H = W, or H and W that differ."""
+        shape = self.shape or ()
+        if self.given_dim is not None or len(shape) != 3:
+            return False
+        return (shape[0] == shape[1]) == (shape[1] == shape[2])
 
     @property
     def n_features(self) -> int:
@@ -143,6 +160,39 @@ def _shapes(model: nn.Module, example: Tensor) -> list[LayerInfo]:
         )
         for name, module in model.named_modules()
     ]
+
+
+def tell_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
+    """The layer with the axis of its features, if its shape leaves that open and larger inputs tell it.
+
+    The axes of positions grow with the inputs, that of the features does not.
+
+    Parameters
+    ----------
+    example : tensor, shape (1, C, H, W)
+    """
+    if not info.is_ambiguous or info.shape is None:
+        return info
+    larger = nn.functional.interpolate(example, scale_factor=2)
+    found: list[tuple[int, ...]] = []
+
+    def run() -> None:
+        layer = model.get_submodule(info.name)
+        handle = layer.register_forward_hook(lambda m, args, output: found.append(tuple(output.shape[1:])))
+        try:
+            with torch.no_grad():
+                model(larger)
+        except Exception:  # of whatever kind: layers above may take inputs of one size only
+            pass
+        finally:
+            handle.remove()
+
+    guarded(model, run)
+    if len(found) != 1 or len(found[0]) != 3:
+        return info
+    grows = tuple(after > before for after, before in zip(found[0], info.shape, strict=True))
+    dims: dict[tuple[bool, ...], int] = {(False, True, True): 1, (True, True, False): -1}
+    return replace(info, given_dim=dims.get(grows))
 
 
 def _suits(info: LayerInfo) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from drsa_core import DRSA, ClassIndex, fit_many, joined_ranks
+from drsa_core import DRSA, ClassIndex, Ranks, Subspaces, fit_many, joined_ranks
 from drsa_core.explainer import Explainer
+from drsa_core.subspaces import subspaces_header
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,16 +20,19 @@ from zennit_drsa import DisentangledAttributor
 from .audit_steps import PASSES, forward_seconds
 from .backends import Backend
 from .concepts import AUTO
-from .errors import BadInput
-from .fitting import FitSettings
-from .folders import TargetClass, class_files, find_target
-from .images import load_images
+from .errors import BadInput, one_line, one_writer
+from .fitting import FitSettings, metadata_of
+from .folders import TargetClass, class_files, find_target, images_in
+from .images import UnreadablePhoto, load_photo
 from .networks import Network
-from .opening import count_outputs, open_network
+from .opening import describe_preprocessing, open_model
 from .progress import Progress
-from .session import open_session
+from .session import inputs_decided_by, open_session
+from .work import Work, digest, read_json, write_json
 
 ALL = "all"
+#: In the folder of a job: from what it was learned.
+INPUTS = "inputs.json"
 
 
 class LabelledFiles(Dataset[tuple[Tensor, int]]):
@@ -40,7 +43,7 @@ class LabelledFiles(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, network: Network, files: list[tuple[Path, int]], n_outputs: int) -> None:
         self.network, self.files, self.n_outputs = network, files, n_outputs
-        self.unreadable: list[Path] = []
+        self.unreadable: list[str] = []
 
     def __len__(self) -> int:
         return len(self.files)
@@ -49,13 +52,11 @@ class LabelledFiles(Dataset[tuple[Tensor, int]]):
         file, output = self.files[number]
         network = self.network
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it becomes a note
-                pixels, _, _ = load_images([file], network.size, network.resize, network.interpolation)
-        except ValueError:
-            self.unreadable.append(file)
+            pixels = load_photo(file, network.size, network.resize, network.interpolation)
+        except UnreadablePhoto as error:
+            self.unreadable.append(f"{file} ({one_line(error, 160)})")
             return torch.zeros(3, network.size, network.size), self.n_outputs
-        return network.preprocessing.to_inputs(pixels)[0], output
+        return network.preprocessing.to_inputs(pixels[None])[0], output
 
 
 def check_alone(settings: FitSettings) -> None:
@@ -71,7 +72,18 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
     """Learn the concepts of every class of a folder of class folders, into the folder `settings.out`.
 
     One pass over all images, then one fit for each class; under `torchrun` batches and classes are shared by
-    the ranks. A run that was interrupted goes on. Fits are not repeated: stability is not tested.
+    the ranks. A run that was interrupted goes on; one with other images or another preprocessing is refused,
+    also if a file that could not be read was repaired. Fits are not repeated: stability is not tested.
+
+    Returns
+    -------
+    ClassIndex
+        Classes without an image that can be read are in `failed`.
+
+    Raises
+    ------
+    BadInput
+        Also if no class has concepts in the end.
     """
     if settings.subspaces == AUTO:
         raise BadInput(f"--target {ALL} needs a number of concepts, got --subspaces {AUTO}")
@@ -82,11 +94,12 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
         if settings.device.startswith("cuda"):
             settings = replace(settings, device=str(ranks.device))
         with progress.step("prepare", "Loading the model"):
-            network = open_network(settings)
-            device = next(network.model.parameters()).device
-            blank = torch.zeros(1, 3, network.size, network.size, device=device)
-            n_outputs = count_outputs(network, blank)
+            network, n_outputs = open_model(settings)
             by_class = class_files(settings.train, settings.train_images)
+            if beside := images_in(settings.train):
+                progress.note(
+                    f"images beside the class folders are not used: {len(beside)}, e.g. {beside[0]}"
+                )
             targets = {
                 # A number says more than a name, which two classes may have.
                 name: find_target(network, n_outputs, _number(name) or name, [settings.train])
@@ -95,28 +108,29 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
             _check_different(targets)
             files = [(file, targets[name].output) for name, own in by_class.items() for file in own]
             images = LabelledFiles(network, files, n_outputs)
-            first = torch.stack([images[i][0] for i in range(min(2, len(images)))]).to(device)
-            session = open_session(
+            session, first = open_session(
+                settings,
                 network,
-                settings.name,
                 next(iter(targets.values())),
-                first,
+                [file for file, _ in files],
+                progress,
                 layer=settings.layer,
-                backend=settings.backend,
-                samples=settings.samples,
-                seed=settings.seed,
-                batch_size=settings.batch_size,
-                progress=progress,
-                force=settings.force,
+                channel_dim=settings.channel_dim,
             )
-        images.unreadable.clear()
+            with ranks.all_or_none(f"opening {settings.out}"):
+                if ranks.is_first:
+                    _check_images(settings, network, files, progress)
         estimate = (
             forward_seconds(session, first) * len(images) * PASSES[session.choice.backend][0] / ranks.size
         )
         what = (
             f"Collecting pairs from {len(images)} images, then learning concepts of {len(by_class)} classes"
         )
-        with progress.step("classes", f"{what}; pairs", estimate), _entered(session.backend) as explainer:
+        with (
+            progress.step("classes", f"{what}; pairs", estimate),
+            one_writer(),
+            _entered(session.backend) as explainer,
+        ):
             index = fit_many(
                 explainer,
                 DataLoader(images, batch_size=settings.batch_size),
@@ -129,13 +143,84 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 progress=progress.shown,
                 ranks=ranks,
             )
-        unreadable = [
-            str(file) for said in ranks.messages([str(f) for f in images.unreadable]) for file in said
-        ]
+        unreadable = [text for said in ranks.messages(images.unreadable) for text in said]
         if unreadable:
             shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
             progress.note(f"{len(unreadable)} images cannot be read and were skipped: {shown}")
-        return index
+        return _completed(index, targets, by_class, network, settings.name, ranks)
+
+
+def _check_images(
+    settings: FitSettings, network: Network, files: list[tuple[Path, int]], progress: Progress
+) -> None:
+    """Refuse a folder in which a job on other images, or on other inputs from them, was begun.
+
+    Pairs lie there by the number of their batch, which does not tell from what they came.
+    """
+    names = [[str(file.relative_to(settings.train)), output] for file, output in files]
+    decided = inputs_decided_by(network, [file for file, _ in files])
+    here = {
+        "preprocessing": describe_preprocessing(network),
+        "batch_size": settings.batch_size,
+        "images": len(files),
+        "digest": digest({**decided, "names": names}),
+    }
+    file = settings.out / INPUTS
+    if not file.exists():
+        if (settings.out / "job.json").exists():
+            progress.note(
+                f"{settings.out} was begun by an older version, which did not keep from what images it was "
+                "learned; that they are the same cannot be checked"
+            )
+        Work(settings.out)  # made, if it can be
+        write_json(file, here)
+        return
+    there = read_json(file)
+    other = [
+        f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]
+    ]
+    if other:
+        if len(other) == 1 and there.get("digest") != here["digest"]:
+            other = ["images of other names or contents"]
+        known = "; ".join(text for text in other if not text.startswith("digest"))
+        raise BadInput(
+            f"{settings.out} was learned from other inputs ({known}); use another folder, or remove this one"
+        )
+
+
+def _completed(
+    index: ClassIndex,
+    targets: dict[str, TargetClass],
+    by_class: dict[str, list[Path]],
+    network: Network,
+    name: str,
+    ranks: Ranks,
+) -> ClassIndex:
+    """The index with classes that have no image, and subspaces that know their class and preprocessing."""
+    missing = {
+        target.output: f"none of the {len(by_class[folder])} images in {folder} can be read"
+        for folder, target in targets.items()
+        if target.output not in index.classes and target.output not in index.failed
+    }
+    index = replace(index, failed=dict(sorted({**index.failed, **missing}.items())))
+    with ranks.all_or_none("writing the index"):
+        if ranks.is_first:
+            for target in targets.values():
+                if target.output in index.classes:
+                    _describe(index, target, network, name)
+            index.save()
+    if not index.classes:
+        why = "; ".join(f"class {label}: {text}" for label, text in list(index.failed.items())[:3])
+        raise BadInput(f"no class has concepts ({why})")
+    return index
+
+
+def _describe(index: ClassIndex, target: TargetClass, network: Network, name: str) -> None:
+    file = index.folder / index.classes[target.output]["file"]
+    about = metadata_of(network, target, name)
+    before = subspaces_header(file)["metadata"]
+    if any(before.get(key) != value for key, value in about.items()):
+        Subspaces.load(file).with_metadata(**about).save(file)
 
 
 def _entered(backend: Backend) -> AbstractContextManager[Explainer]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from drsa_core.evaluation import Preprocessing
 from torch import Tensor, nn
 
 from .errors import BadInput, one_line
-from .images import load_images
+from .images import UnreadablePhoto, load_photo
 from .networks import Network, SuitableRules, load_network, with_input
 from .progress import Progress
 from .published import Transform, is_torchvision_name, published_transform
@@ -33,7 +33,8 @@ class ModelSettings:
         Side of the inputs; length of a photograph's shorter side before the central square is cut out.
     mean, std : sequence of float, optional
         Inputs are (pixels − mean) / std. Default: as published with the model.
-    channel_order : {"RGB", "BGR"}
+    channel_order : {"RGB", "BGR"}, optional
+        Default: the network's own.
     device : str
     """
 
@@ -43,7 +44,7 @@ class ModelSettings:
     resize: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    channel_order: str = "RGB"
+    channel_order: str | None = None
     device: str = "cpu"
 
     @property
@@ -53,6 +54,39 @@ class ModelSettings:
             return self.model
         module = self.model.model if isinstance(self.model, Network) else self.model
         return type(module).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(ModelSettings):
+    """How a model is explained, beside what `ModelSettings` holds.
+
+    Attributes
+    ----------
+    backend : {"lrp", "ig", "gxi", "shapley"}
+        LRP gives way to Integrated Gradients where it is not valid.
+    samples : int, optional
+        Permutations of "shapley" or steps of "ig".
+    channel_dim : {1, -1}, optional
+        Axis of the features in the layer's output: 1 for (N, D, H, W), −1 for (N, H, W, D) and tokens
+        (N, T, D). Default: read from the shape, and refused where that does not say it.
+    seed, batch_size : int
+    force : bool
+        Go on where the run would refuse.
+    """
+
+    backend: str = "lrp"
+    samples: int | None = None
+    channel_dim: int | None = None
+    seed: int = 0
+    batch_size: int = 4
+    force: bool = False
+
+
+def open_model(settings: ModelSettings) -> tuple[Network, int]:
+    """`open_network`, and the number of the network's outputs."""
+    network = open_network(settings)
+    device = next(network.model.parameters()).device
+    return network, count_outputs(network, torch.zeros(1, 3, network.size, network.size, device=device))
 
 
 def open_network(settings: ModelSettings) -> Network:
@@ -102,19 +136,60 @@ def read_images(
     network: Network, files: list[Path], progress: Progress, device: torch.device
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Inputs and pixels (N, 3, H, W), and names; files that cannot be read are named in a note."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each unreadable file is in the note
-        try:
-            pixels, names, unreadable = load_images(
-                files, network.size, network.resize, network.interpolation
-            )
-        except ValueError as error:
-            raise BadInput(str(error)) from error
+    pixels, names, unreadable = _readable(network, files)
     if unreadable:
         shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
         progress.note(f"{len(unreadable)} of {len(files)} images cannot be read and were skipped: {shown}")
     inputs = network.preprocessing.to_inputs(pixels).contiguous(memory_format=torch.channels_last)
     return inputs.to(device), pixels, names
+
+
+def read_first(network: Network, files: Sequence[Path], n_images: int) -> Tensor:
+    """Inputs (n, 3, H, W) of the first files that can be read, at most `n_images`, on the network's device.
+
+    Raises
+    ------
+    BadInput
+        If none can be read.
+    """
+    pixels, _, _ = _readable(network, files, n_images)
+    inputs = network.preprocessing.to_inputs(pixels).contiguous(memory_format=torch.channels_last)
+    return inputs.to(next(network.model.parameters()).device)
+
+
+def _readable(
+    network: Network, files: Sequence[Path], limit: int | None = None
+) -> tuple[Tensor, list[str], list[str]]:
+    """Pixels (N, 3, H, W) and names of files that can be read, and the others with the reason."""
+    pixels: list[Tensor] = []
+    names, unreadable = [], []
+    for file in files:
+        try:
+            pixels.append(load_photo(file, network.size, network.resize, network.interpolation))
+        except UnreadablePhoto as error:
+            unreadable.append(f"{file} ({one_line(error, 160)})")
+        else:
+            names.append(file.name)
+        if len(pixels) == limit:
+            break
+    if not pixels:
+        example = f", e.g. {unreadable[0]}" if unreadable else ""
+        raise BadInput(f"none of the {len(files)} photographs can be read{example}")
+    return torch.stack(pixels), names, unreadable
+
+
+def describe_preprocessing(network: Network) -> dict[str, Any]:
+    """How photographs become inputs, as JSON; the same for the same inputs, up to rounding."""
+    mean, std = _mean_and_std(network.preprocessing)
+    colours = _colours(network.preprocessing)
+    return {
+        "size": network.size,
+        "resize": network.resize,
+        "interpolation": network.interpolation,
+        "mean": _rounded(mean),
+        "std": _rounded(std),
+        "channels": _channel_order(network.preprocessing) or [_rounded(row) for row in colours.tolist()],
+    }
 
 
 def _loaded(settings: ModelSettings) -> Network:
@@ -171,22 +246,30 @@ def _with_transform(network: Network, settings: ModelSettings) -> Network:
     """The network with what the user says about the preprocessing; what is not said stays."""
     if (settings.mean is None) != (settings.std is None):
         raise BadInput("give --mean and --std together: inputs are (pixels − mean) / std")
-    said = (settings.size, settings.resize, settings.mean)
-    if said == (None, None, None) and settings.channel_order == "RGB":
+    own, size = network.preprocessing, settings.size or network.size
+    # A network that squeezes the whole photograph into the square goes on to do so.
+    resize = settings.resize
+    if resize is None and network.resize is not None:
+        resize = max(size, network.resize * size // network.size)
+    network = replace(network, size=size, resize=None if resize is None else max(resize, size))
+    if settings.mean is None and settings.channel_order is None:
         return network
-    mean, std = _mean_and_std(network.preprocessing)
-    size = settings.size or network.size
-    resize = settings.resize or (network.resize or network.size) * size // network.size
+    if settings.mean is None and _channel_order(own) is None:
+        raise BadInput(
+            "the network mixes the channels of photographs, so that --channels alone does not say what its "
+            "inputs are; give --mean and --std too"
+        )
+    mean, std = _mean_and_std(own)
     try:
         transform = Transform(
-            size,
-            max(resize, size),
+            network.size,
+            network.resize or network.size,
             tuple(settings.mean or mean),
             tuple(settings.std or std),
             network.interpolation,
-            settings.channel_order,
+            settings.channel_order or _channel_order(own) or "RGB",
         )
-        return with_input(network, transform)
+        return replace(with_input(network, transform), resize=network.resize)
     except ValueError as error:
         raise BadInput(str(error)) from error
 
@@ -197,3 +280,24 @@ def _mean_and_std(preprocessing: Preprocessing) -> tuple[list[float], list[float
     low, high = preprocessing.to_inputs(black_and_white)[0, :, 0].double().T
     std = 1 / (high - low)
     return (-low * std).tolist(), std.tolist()
+
+
+def _colours(preprocessing: Preprocessing) -> Tensor:
+    """What red, green and blue have more than black, in each channel of the inputs, shape (3, 3)."""
+    pixels = torch.cat([torch.zeros(3, 1), torch.eye(3)], dim=1)[None, :, None, :]
+    inputs = preprocessing.to_inputs(pixels)[0, :, 0].double()
+    return (inputs[:, 1:] - inputs[:, :1]).T
+
+
+def _channel_order(preprocessing: Preprocessing) -> str | None:
+    """ "RGB" or "BGR", read from what red, green and blue become; None if a channel mixes them."""
+    changed = _colours(preprocessing).abs() > 1e-9
+    for order, expected in (("RGB", torch.eye(3)), ("BGR", torch.eye(3).flip(1))):
+        if torch.equal(changed, expected.bool()):
+            return order
+    return None
+
+
+def _rounded(values: list[float]) -> list[float]:
+    """To six digits, which other machines agree on."""
+    return [float(f"{value:.6g}") + 0.0 for value in values]  # + 0.0: no −0

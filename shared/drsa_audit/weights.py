@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,7 +79,7 @@ def described_model(file: Path) -> tuple[nn.Module, dict[str, Any]]:
 def find_factory(name: str) -> Callable[[], Any]:
     """The function of "package.module:function" or "folder/file.py:function".
 
-    A file is run as Python runs a script: name only files that you trust.
+    A file is run as Python runs a script, with its neighbours at hand: name only files that you trust.
     """
     place, _, function = name.rpartition(":")
     if place.endswith(".py"):
@@ -83,7 +87,8 @@ def find_factory(name: str) -> Callable[[], Any]:
         if spec is None or spec.loader is None or not Path(place).is_file():
             raise ValueError(f"there is no Python file {place}, in which {function} should be")
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with _importable(Path(place)), _registered(module):
+            spec.loader.exec_module(module)
     else:
         try:
             module = importlib.import_module(place)
@@ -92,7 +97,57 @@ def find_factory(name: str) -> Callable[[], Any]:
     found: Any = getattr(module, function, None)
     if not callable(found):
         raise ValueError(f"{place} has no function {function!r}; {name!r} must name one without arguments")
-    return found
+    if not place.endswith(".py"):
+        return found
+
+    def made() -> Any:
+        with _importable(Path(place)):  # factories may import their neighbours late
+            return found()
+
+    return made
+
+
+class _Neighbours:
+    """Finds modules in one folder, for Python's list of finders: the search path stays as it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """A module or package of that name; a mere folder, which may hold anything, is none."""
+        found = None if path is not None else PathFinder.find_spec(name, [self.folder], target)
+        return found if found is not None and found.loader is not None else None
+
+
+@contextmanager
+def _importable(file: Path) -> Iterator[None]:
+    """Modules beside a file can be imported, as for a script."""
+    finder = _Neighbours(file.resolve().parent)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextmanager
+def _registered(module: ModuleType) -> Iterator[None]:
+    """The module among those that are known, which dataclasses ask for; it stays there unless it fails.
+
+    One of the same name that comes from elsewhere keeps its place: others rely on it.
+    """
+    known = sys.modules.get(module.__name__)
+    if known is not None and getattr(known, "__file__", None) != module.__file__:
+        yield
+        return
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    except BaseException:
+        del sys.modules[module.__name__]
+        if known is not None:
+            sys.modules[module.__name__] = known
+        raise
 
 
 def _value(text: str) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from drsa_core import Subspaces
 from drsa_core.atomic_files import write_atomically
 
 from .errors import BadInput
@@ -54,8 +56,22 @@ def files_digest(files: list[Path]) -> str:
     """Stands for the content of files, in their order."""
     total = hashlib.sha256()
     for file in files:
-        total.update(hashlib.sha256(file.read_bytes()).digest())
+        try:
+            content = file.read_bytes()
+        except OSError:
+            content = b"unreadable"  # it is skipped as an image, too
+        total.update(hashlib.sha256(content).digest())
     return total.hexdigest()[:16]
+
+
+def subspaces_digest(subspaces: Subspaces) -> str:
+    """Stands for the blocks of subspaces, in their order and with their signs."""
+    total = hashlib.sha256(json.dumps(list(subspaces.dims)).encode())
+    for name, tensor in (("basis", subspaces.basis), ("dual", subspaces.dual)):
+        if tensor is not None:
+            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def read_json(file: Path) -> Any:

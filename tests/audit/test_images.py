@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
 from drsa_audit import class_folders, find_classes, load_images, photo_files
+from drsa_audit.images import to_pixels
 from drsa_audit.package_photos import package_photos, random_crops
 
 from .photos import random_photos
@@ -57,3 +64,48 @@ def test_photographs_of_packages_have_names() -> None:
     crops = random_crops(cannon, 5, seed=1)
     assert all(0.5 * cannon.width < crop.width <= cannon.width for crop in crops)
     assert [crop.tobytes() for crop in random_crops(cannon, 5, seed=1)] == [crop.tobytes() for crop in crops]
+
+
+def test_sixteen_bits_are_scaled_and_values_without_a_range_refused(tmp_path) -> None:
+    ramp = np.linspace(0, 1, 32)[None].repeat(32, 0)
+    Image.fromarray((ramp * 255).astype(np.uint8)).save(tmp_path / "8.png")
+    for i, kind in enumerate(("<u2", ">u2")):
+        values = Image.frombytes(
+            "I;16" if i == 0 else "I;16B", (32, 32), (ramp * 65535).astype(kind).tobytes()
+        )
+        expected = torch.from_numpy(ramp).float()
+        # Within one of 255 steps.
+        torch.testing.assert_close(to_pixels(values, 32)[0], expected, atol=1 / 255, rtol=0)
+    Image.fromarray((ramp * 65535).astype(np.uint16)).save(tmp_path / "16.png")
+    pixels, _, _ = load_images([tmp_path / "8.png", tmp_path / "16.png"], 32)
+    torch.testing.assert_close(pixels[1], pixels[0], atol=1 / 255, rtol=0)
+    for mode in ("I", "F"):
+        with pytest.raises(ValueError, match=rf"mode {mode}\), whose range is not known"):
+            to_pixels(Image.new(mode, (8, 8)), 8)
+    (tmp_path / "deep.ppm").write_bytes(b"P5 8 8 65535\n" + bytes(128))  # Pillow makes it mode I
+    with pytest.warns(UserWarning, match="whose range is not known; save it with 8 or 16 bits"):
+        load_images([tmp_path / "8.png", tmp_path / "deep.ppm"], 32)
+
+
+@pytest.mark.parametrize("error", [ValueError, EOFError, struct.error, zlib.error, IndexError])
+def test_whatever_a_decoder_raises_one_file_is_skipped(tmp_path, monkeypatch, error) -> None:
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    for file in (good, bad):
+        Image.new("RGB", (8, 8)).save(file)
+    opened = Image.open
+
+    def failing(file):
+        if file == bad:
+            raise error("damaged")
+        return opened(file)
+
+    monkeypatch.setattr(Image, "open", failing)
+    with pytest.warns(UserWarning, match=r"skipped .*bad\.png, which cannot be read: damaged"):
+        pixels, names, unreadable = load_images([bad, good], 8)
+    assert (len(pixels), names, unreadable) == (1, ["good.png"], [str(bad)])
+
+
+def test_a_wrong_interpolation_is_no_fault_of_the_files(tmp_path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"interpolation must be one of .*bicubic.*, got 'cubic'"):
+        load_images([tmp_path / "a.png"], 8, interpolation="cubic")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from captum.attr import (
     LRP,
+    DeepLift,
+    GradientShap,
     GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
@@ -166,3 +170,51 @@ def test_delta_where_there_is_none() -> None:
     for method in (Saliency(model), ShapleyValueSampling(model), NoiseTunnel(IntegratedGradients(model))):
         with pytest.raises(ValueError, match="has no convergence delta"):
             split(method).attribute(images(), target=1, return_convergence_delta=True)
+
+
+def test_advice_about_a_delta_is_true() -> None:
+    model = conv_net()
+    with pytest.raises(ValueError, match=r"explain\(\.\.\.\)\.certificate\(\)") as caught:
+        split(InputXGradient(model)).attribute(images(), target=1, return_convergence_delta=True)
+    assert "NoiseTunnel" not in str(caught.value)
+    assert not NoiseTunnel(split(InputXGradient(model))).has_convergence_delta()
+    with pytest.raises(ValueError, match=r"NoiseTunnel\(DisentangledAttribution\(IntegratedGradients"):
+        split(NoiseTunnel(IntegratedGradients(model))).attribute(
+            images(), target=1, return_convergence_delta=True
+        )
+    assert NoiseTunnel(split(IntegratedGradients(model))).has_convergence_delta()
+
+
+def test_an_unknown_keyword_of_lrp_is_named_without_private_names() -> None:
+    with pytest.raises(TypeError, match="LRP takes no keyword 'n_steps' here; it knows verbose"):
+        split(LRP(conv_net())).attribute(images(), target=1, n_steps=3)
+
+
+@pytest.mark.parametrize("kind", [IntegratedGradients, DeepLift])
+def test_baselines_of_another_shape_are_named_by_their_shapes(kind) -> None:
+    method, x = split(kind(conv_net())), images(3)
+    for wrong in (x[:2], x[:, :, :4], torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"baselines of an input \(3, 3, 12, 12\)") as caught:
+            method.attribute(x, target=1, baselines=wrong)
+        assert f"got {tuple(wrong.shape)}" in str(caught.value)
+    with pytest.raises(ValueError, match="one for each of the 1 inputs, got 2"):
+        method.attribute(x, target=1, baselines=(0.0, 1.0))
+    for right in (x, x[:1], 0.5):
+        assert method.attribute(x, target=1, baselines=right).shape == (3, 3, 3, 12, 12)
+    stretched = torch.zeros(1, 3, 1, 1)
+    if kind is DeepLift:  # it joins inputs and baselines
+        with pytest.raises(ValueError, match=r"or \(1, 3, 12, 12\), got \(1, 3, 1, 1\)"):
+            method.attribute(x, target=1, baselines=stretched)
+    else:
+        assert method.attribute(x, target=1, baselines=stretched).shape == (3, 3, 3, 12, 12)
+
+
+def test_a_distribution_of_baselines_may_have_any_number_of_rows() -> None:
+    x = images(3)
+    shap = split(GradientShap(conv_net()))
+    assert shap.attribute(x, target=1, baselines=images(5), n_samples=2).shape == (3, 3, 3, 12, 12)
+    with pytest.raises(ValueError, match=r"\(n, 3, 12, 12\) with any n, got \(5, 3, 12, 4\)"):
+        shap.attribute(x, target=1, baselines=images(5)[..., :4], n_samples=2)
+    tunnel = split(NoiseTunnel(IntegratedGradients(conv_net())))
+    options: dict[str, Any] = {"nt_samples": 2, "n_steps": 2, "draw_baseline_from_distrib": True}
+    assert tunnel.attribute(x, target=1, baselines=images(5), **options).shape == (3, 3, 3, 12, 12)

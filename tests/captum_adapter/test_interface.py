@@ -388,3 +388,28 @@ def test_dual_subspaces() -> None:
         rtol=1e-4,
         atol=1e-6,
     )
+
+
+# ---------------------------------------------------------------------- warnings
+
+
+@pytest.mark.parametrize("method", [InputXGradient, Saliency, DeepLift, LRP, IntegratedGradients])
+def test_captum_does_not_complain_about_inputs_that_are_our_own_copies(method) -> None:
+    x = images()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = split(method(conv_net())).explain(x, 3)
+    assert not [str(w.message) for w in caught if "did not already require gradients" in str(w.message)]
+    assert found.whole is not None
+    assert not found.whole.requires_grad
+    assert not x.requires_grad
+
+
+def test_nor_about_those_of_a_layer_attributor() -> None:
+    model = conv_net()
+    da = split(InputXGradient(model), context_method=LayerDeepLift(model, model.features[4]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, context = da.context(images(), 3)
+    assert not [str(w.message) for w in caught if "did not already require gradients" in str(w.message)]
+    assert not context.requires_grad

@@ -77,3 +77,65 @@ def test_what_does_not_go_together_is_refused(train, tmp_path, monkeypatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "start `drsa fit` without torchrun" in refused(*words, tmp_path / "out", "--target", "blobs")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_was_learned_from_something_else_is_refused(tmp_path) -> None:
+    train = pictures(tmp_path / "train", 3, ("0_blobs", "1_bars"))
+    out = tmp_path / "concepts"
+    words = ("fit", MODEL, "--train", train, "--out", out, *WORDS, "--backend", "gxi")
+    succeeded(*words, *INPUT)
+    made = Subspaces.load(out / "subspaces" / "1.safetensors").metadata
+    assert made["explained_class"] == {"name": "bars", "index": 1}
+    assert made["preprocessing"]["mean"] == [0.5, 0.5, 0.5]
+    succeeded(*words, *INPUT)
+    line = refused(*words, *INPUT[:4], "--mean", "0", "--std", "0.1")
+    assert f"{out} was learned from other inputs (preprocessing: " in line
+    assert "use another folder" in line
+    assert "other inputs" in refused(*words, *INPUT[4:], "--size", "32", "--resize", "32")
+    assert "batch_size: 3 there, 2 here" in refused(*words, *INPUT, "--batch-size", "2")
+    first, second = train / "0_blobs" / "00.png", train / "0_blobs" / "01.png"
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    assert "images of other names or contents" in refused(*words, *INPUT)
+    first.write_bytes(content)
+    succeeded(*words, *INPUT)
+    (train / "0_blobs" / "005.png").write_bytes(content)
+    assert "images: 6 there, 7 here" in refused(*words, *INPUT)
+
+
+def test_a_folder_of_an_older_version_is_used_with_a_note(tmp_path) -> None:
+    train = pictures(tmp_path / "train", 3, ("0_blobs",))
+    out = tmp_path / "concepts"
+    words = ("fit", MODEL, *INPUT, "--train", train, "--out", out, *WORDS, "--backend", "gxi")
+    succeeded(*words)
+    (out / "inputs.json").unlink()
+    (train / "contact_sheet.png").write_bytes((train / "0_blobs" / "00.png").read_bytes())
+    said = succeeded(*words).stderr
+    assert "was begun by an older version" in said
+    assert "images beside the class folders are not used: 1, e.g. " in said
+
+
+def test_classes_without_a_readable_image_have_failed(tmp_path) -> None:
+    train = pictures(tmp_path / "train", 3, ("0_blobs", "1_bars"))
+    for file in (train / "0_blobs").iterdir():  # the first ones, by which layer and method are chosen
+        file.write_bytes(b"not a picture")
+    words = ("fit", MODEL, *INPUT, "--train", train, *WORDS, "--backend", "gxi", "--out")
+    result = succeeded(*words, tmp_path / "one", "--json")
+    found = json.loads(result.stdout)
+    assert list(found["classes"]) == ["bars"]
+    assert found["failed"] == {"0": "none of the 3 images in 0_blobs can be read"}
+    assert ClassIndex.load(tmp_path / "one").failed == {0: "none of the 3 images in 0_blobs can be read"}
+    for file in (train / "1_bars").iterdir():
+        file.write_bytes(b"not a picture")
+    assert "none of the 6 photographs can be read" in refused(*words, tmp_path / "none")
+
+
+def test_no_class_with_concepts_is_an_error(tmp_path) -> None:
+    train = pictures(tmp_path / "train", 2, ("0_blobs",))
+    (train / "1_bars").mkdir()
+    words = ("fit", MODEL, *INPUT, "--train", train, "--layer", "4", "--target", "all", "--backend", "gxi")
+    # One position of one image is too little for as many concepts.
+    line = refused(
+        *words, "--train-images", "1", "--positions", "1", "--subspaces", "99", "--out", tmp_path / "x"
+    )
+    assert "no class has concepts (class 0: " in line

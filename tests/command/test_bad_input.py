@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from drsa_audit import BadInput
+from drsa_audit.folders import find_target
+from drsa_audit.opening import ModelSettings, open_network
 from drsa_core import Subspaces
 
 from .running import files_in, refused, succeeded
@@ -162,3 +167,79 @@ def test_names_and_work_folders_that_do_not_fit(finished, tmp_path) -> None:
 def test_an_unknown_command_and_a_missing_option() -> None:
     assert "No such command 'adit'" in refused("adit")
     assert "Missing option '--train'" in refused("audit", MODEL)
+
+
+def with_long_text(picture: bytes) -> bytes:
+    """A PNG with a comment that Pillow refuses with a ValueError."""
+    content = b"Comment\0\0" + zlib.compress(b"a" * (3 << 20))
+    chunk = struct.pack(">I", len(content)) + b"zTXt" + content
+    chunk += struct.pack(">I", zlib.crc32(b"zTXt" + content))
+    return picture[:33] + chunk + picture[33:]
+
+
+def test_whatever_a_decoder_raises_the_file_is_named(folders, tmp_path) -> None:
+    train = pictures(tmp_path / "train", 4, ("0_blobs",)) / "0_blobs"
+    (train / "zz.png").write_bytes(with_long_text((train / "00.png").read_bytes()))
+    rest = ("--layer", "4", "--target", "0", "--subspaces", 2, "--no-stability", "--out")
+    result = succeeded("fit", MODEL, *INPUT, "--train", train, *rest, tmp_path / "blobs.safetensors")
+    assert f"1 of 5 images cannot be read and were skipped: {train / 'zz.png'} (Decompressed" in result.stderr
+
+
+def test_the_first_readable_images_decide(folders, tmp_path) -> None:
+    images = pictures(tmp_path / "train", 10, ("0_blobs",)) / "0_blobs"
+    for i in range(8):
+        (images / f"0{i}.png").write_bytes(b"not a picture")
+    out = tmp_path / "blobs.safetensors"
+    rest = ("--layer", "4", "--target", "0", "--subspaces", 2, "--no-stability", "--out", out)
+    assert "8 of 10 images" in succeeded("fit", MODEL, *INPUT, "--train", images, *rest).stderr
+    shown = ("--subspaces", out, "--images", images, "--out", tmp_path / "maps")
+    assert "8 of 10 images" in succeeded("explain", MODEL, *INPUT, *shown).stderr
+    assert "valid on this model" in succeeded("doctor", MODEL, *INPUT, "--images", images).stdout
+
+
+def test_images_beside_folders_of_images(folders, tmp_path) -> None:
+    train = pictures(tmp_path / "train", 2)
+    (train / "contact_sheet.png").write_bytes((train / "1_bars" / "00.png").read_bytes())
+    line = refused("fit", MODEL, *INPUT, "--train", train, "--target", "0", "--out", tmp_path / "x")
+    assert "holds images, e.g. contact_sheet.png, and folders of images, 0_blobs, 1_bars, 2_noise" in line
+
+
+def test_a_folder_with_the_number_of_another_class(folders, tmp_path) -> None:
+    rest = ("--layer", "4", "--subspaces", 2, "--no-stability", "--backend", "gxi")
+    words = ("fit", MODEL, *INPUT, "--train", folders[0] / "1_bars", *rest, "--target", "2", "--out")
+    line = refused(*words, tmp_path / "x.safetensors")
+    assert "the folder 1_bars is by its name of class 1, but the explained class is 2 (class 2)" in line
+    assert "--force learns from them all the same" in line
+    forced = succeeded(*words, tmp_path / "x.safetensors", "--force")
+    assert "the folder 1_bars is by its name of class 1" in forced.stderr
+
+
+def test_a_name_that_several_classes_have(tmp_path) -> None:
+    network = open_network(ModelSettings(model=MODEL))
+    with pytest.raises(BadInput, match="more than one class is called 'crane': 134 and 517"):
+        find_target(network, 1000, "crane", [])
+    assert find_target(network, 1000, "517", []).index == 517
+    assert find_target(network, 1000, "134_crane", []).index == 134
+    assert find_target(network, 1000, "tabby", []).index == 281
+    with pytest.raises(BadInput, match="'7_crane' says class 7, but crane is class 134 and 517"):
+        find_target(network, 1000, "7_crane", [])
+    # A folder says which one is meant.
+    (tmp_path / "517_crane").mkdir()
+    assert find_target(network, 1000, "crane", [tmp_path]).index == 517
+
+
+def test_features_on_an_axis_that_the_shape_does_not_tell(folders, tmp_path) -> None:
+    out = tmp_path / "x.safetensors"
+    rest = ("--train", folders[0], "--target", "0", "--layer", "2", "--backend", "gxi", *INPUT,
+            "--subspaces", 2, "--no-stability", "--out", out)  # fmt: skip
+    model = "tests.command.tiny:cube"
+    line = refused("fit", model, *rest)
+    assert "the output of layer '2', 8×8×8, does not say which axis holds the features" in line
+    for dim in (1, -1):
+        succeeded("fit", model, *rest, "--channel-dim", dim)
+        made = Subspaces.load(out).provenance
+        assert made is not None
+        assert made.channel_dim == dim
+        # What the subspaces know need not be said again.
+        shown = ("--subspaces", out, "--images", folders[1], "--out", tmp_path / f"maps{dim}")
+        succeeded("explain", model, *INPUT, "--backend", "gxi", *shown)

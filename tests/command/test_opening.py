@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 import torchvision
+from drsa_audit import BadInput, Network
 from drsa_audit.backend_choice import choose_backend
 from drsa_audit.images import to_pixels
-from drsa_audit.layers import inspect_layers, suggested_layer
+from drsa_audit.layers import LayerInfo, inspect_layers, suggested_layer
 from drsa_audit.networks import load_network, with_input
-from drsa_audit.opening import ModelSettings, open_network
+from drsa_audit.opening import ModelSettings, describe_preprocessing, open_network
 from drsa_audit.published import Transform
+from drsa_audit.session import find_concept_layer
+from drsa_audit.weights import find_factory
 from drsa_core.evaluation import Preprocessing
 from PIL import Image
 from torch import nn
+from zennit.composites import EpsilonPlus
 
 from tests.model_state import model_state
 
@@ -144,3 +151,119 @@ def test_lrp_by_force_and_other_methods_as_asked() -> None:
     assert "by force" in forced.reason
     plain = open_network(ModelSettings(model=network()))
     assert choose_backend("lrp", plain, x, 0).backend == "lrp"
+
+
+def bgr_network() -> Network:
+    preprocessing = Preprocessing.from_mean_std((0.4, 0.5, 0.6), (0.2, 0.25, 0.3), "BGR")
+    return Network(network(), 32, preprocessing, "4", lambda layer: EpsilonPlus())
+
+
+def test_what_is_not_said_of_the_preprocessing_stays() -> None:
+    own = bgr_network()
+    x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    expected = own.preprocessing.to_inputs(x)
+    for size, resize in ((48, None), (None, 64), (48, 64)):
+        found = open_network(ModelSettings(model=own, size=size, resize=resize))
+        assert torch.equal(found.preprocessing.to_inputs(x), expected)
+        assert (found.size, found.resize) == (size or 32, resize)
+    other = open_network(ModelSettings(model=own, mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7]))
+    literal = (x.flip(1) - torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)) / torch.tensor([0.5, 0.6, 0.7]).view(
+        3, 1, 1
+    )
+    torch.testing.assert_close(other.preprocessing.to_inputs(x), literal)
+    assert other.resize is None
+    turned = open_network(ModelSettings(model=own, channel_order="RGB"))
+    torch.testing.assert_close(turned.preprocessing.to_inputs(x.flip(1)), expected)
+    assert describe_preprocessing(own)["channels"] == "BGR"
+    assert describe_preprocessing(turned)["channels"] == "RGB"
+
+
+def test_channels_alone_say_nothing_of_a_network_that_mixes_them() -> None:
+    grey = Preprocessing(lambda x: x, lambda x: x.mean(1, keepdim=True).expand_as(x))
+    own = Network(network(), 32, grey, "4", lambda layer: EpsilonPlus())
+    with pytest.raises(BadInput, match="give --mean and --std too"):
+        open_network(ModelSettings(model=own, channel_order="BGR"))
+    assert describe_preprocessing(own)["channels"] == [[pytest.approx(1 / 3, abs=1e-5)] * 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "channel_dim", "is_ambiguous"),
+    [
+        ((8, 16, 16), 1, False),
+        ((64, 7, 7), 1, False),
+        ((16, 16, 8), -1, False),  # fewer features than rows
+        ((7, 7, 64), -1, False),
+        ((8, 8, 8), 1, True),
+        ((8, 4, 6), 1, True),
+        ((8, 4, 8), 1, True),
+        ((16, 1, 1), 1, False),
+        ((50, 64), -1, False),
+        ((64,), 1, False),
+    ],
+)
+def test_the_axis_of_the_features(shape: tuple[int, ...], channel_dim: int, is_ambiguous: bool) -> None:
+    info = LayerInfo("layer", "Module", shape, 1, 0)
+    assert (info.channel_dim, info.is_ambiguous) == (channel_dim, is_ambiguous)
+    assert info.n_features == shape[0 if channel_dim == 1 else -1]
+    said = replace(info, given_dim=-1)
+    assert (said.channel_dim, said.is_ambiguous, said.n_features) == (-1, False, shape[-1])
+
+
+def test_a_factory_in_a_file_has_its_neighbours_and_may_define_dataclasses(tmp_path) -> None:
+    (tmp_path / "neighbour_of_entry.py").write_text("WIDTH = 5\n")
+    (tmp_path / "late_neighbour.py").write_text("HEIGHT = 7\n")
+    (tmp_path / "entry_of_test.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from colorsys import hls_to_rgb\n"
+        "from neighbour_of_entry import WIDTH\n"
+        "@dataclass\n"
+        "class Sizes:\n"
+        "    width: int = WIDTH\n"
+        "def make():\n"
+        "    import late_neighbour\n"
+        "    return Sizes(), late_neighbour.HEIGHT\n"
+    )
+    (tmp_path / "colorsys").mkdir()  # a folder of that name is no module
+    before = list(sys.path), list(sys.meta_path)
+    sizes, height = find_factory(f"{tmp_path / 'entry_of_test.py'}:make")()
+    assert (sizes.width, height) == (5, 7)
+    assert (sys.path, sys.meta_path) == before
+
+
+def test_a_factory_does_not_take_the_place_of_a_module(tmp_path) -> None:
+    (tmp_path / "json.py").write_text("def make():\n    return 3\n")
+    (tmp_path / "failing_file.py").write_text("raise RuntimeError('no')\n")
+    known = sys.modules["json"]
+    assert find_factory(f"{tmp_path / 'json.py'}:make")() == 3
+    assert sys.modules["json"] is known
+    with pytest.raises(RuntimeError, match="no"):
+        find_factory(f"{tmp_path / 'failing_file.py'}:make")
+    assert "failing_file" not in sys.modules
+
+
+class Last(nn.Module):
+    """Features on the last axis, as many as there are rows and columns of inputs (32, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, stride=4)
+        self.block = nn.Linear(8, 8)
+        self.head = nn.Linear(8 * 64, 2)  # of one size of inputs alone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.block(self.patches(x).movedim(1, -1)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize(("name", "expected"), [("patches", 1), ("block", -1)])
+def test_larger_inputs_tell_the_axis_of_the_features(name: str, expected: int) -> None:
+    model, x = Last().eval(), torch.rand(1, 3, 32, 32)
+    before = model_state(model)
+    own = Network(model, 32, Preprocessing.from_mean_std(0.0, 1.0), name, lambda layer: EpsilonPlus())
+    info = find_concept_layer(own, None, x)
+    assert info.shape == (8, 8, 8)
+    assert info.channel_dim == expected
+    assert model_state(model) == before
+    with pytest.raises(BadInput, match="--channel-dim must be 1 or -1, got 2"):
+        find_concept_layer(own, None, x, 2)

@@ -42,6 +42,15 @@ def other_network() -> nn.Module:
     return model
 
 
+def cube() -> nn.Sequential:
+    """Layer "2" gives as many features as rows and columns, whatever the size of the inputs."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(512, 3)
+        ).eval()
+
+
 class Gated(nn.Module):
     """A product of two paths, for which LRP has no rule."""
 

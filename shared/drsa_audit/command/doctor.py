@@ -28,8 +28,7 @@ def doctor(**given: Any) -> None:
     from ..backend_choice import choose_backend
     from ..errors import BadInput
     from ..images import photo_files
-    from ..opening import count_outputs, open_network, read_images
-    from ..progress import Progress
+    from ..opening import count_outputs, open_network, read_first
 
     as_json, table, folder = given.pop("as_json"), given.pop("table"), given.pop("images")
     given.pop("quiet")
@@ -42,7 +41,7 @@ def doctor(**given: Any) -> None:
     elif not folder.is_dir():
         raise BadInput(f"there is no folder {folder}")
     else:
-        inputs, _, _ = read_images(network, photo_files(folder)[:2], Progress(shown=False), device)
+        inputs = read_first(network, photo_files(folder), 2)
     count_outputs(network, inputs)
     with torch.no_grad():
         target = int(network.model(inputs[:1].clone())[0].argmax())

@@ -25,14 +25,13 @@ def layers(**given: Any) -> None:
     import torch
 
     from ..layers import as_tree, inspect_layers, suggested_layer
-    from ..opening import count_outputs, open_network
+    from ..opening import open_model
 
     depth, as_json = given.pop("depth"), given.pop("as_json")
     given.pop("quiet")
-    network = open_network(options.model_settings(given))
+    network, n_outputs = open_model(options.model_settings(given))
     device = next(network.model.parameters()).device
     example = torch.zeros(1, 3, network.size, network.size, device=device)
-    n_outputs = count_outputs(network, example)
     found = inspect_layers(network.model, example)
     best = suggested_layer(found)
     result = {

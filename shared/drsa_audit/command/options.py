@@ -60,6 +60,11 @@ def combined(*decorators: Callable[[_Function], _Function]) -> Callable[[_Functi
     return decorate
 
 
+def as_number(ctx: Any, param: Any, value: str | None) -> int | None:
+    """A choice among numbers as a number."""
+    return None if value is None else int(value)
+
+
 folder = click.Path(path_type=Path, file_okay=True)
 model_options = combined(
     click.argument("model"),
@@ -69,8 +74,8 @@ model_options = combined(
     click.option("--resize", type=click.IntRange(8), help="shorter side before the middle is cut out"),
     click.option("--mean", type=Numbers(), help="of the inputs (pixels − mean) / std; one number or three"),
     click.option("--std", type=Numbers(), help="as --mean"),
-    click.option("--channels", "channel_order", type=click.Choice(["RGB", "BGR"]), default="RGB",
-                 show_default=True, help="order of the model's channels; Caffe and Keras take BGR"),
+    click.option("--channels", "channel_order", type=click.Choice(["RGB", "BGR"]),
+                 help="order of the model's channels; Caffe and Keras take BGR  [default: the model's own]"),
     click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, mps"),
 )  # fmt: skip
 target_option = click.option(
@@ -83,6 +88,9 @@ backend_options = combined(
     click.option("--backend", type=click.Choice(["lrp", "ig", "gxi", "shapley"]), default="lrp",
                  show_default=True, help="LRP gives way to ig where `drsa doctor` finds it not valid"),
     click.option("--samples", type=click.IntRange(1), help="steps of ig [10], permutations of shapley [25]"),
+    click.option("--channel-dim", type=click.Choice(["1", "-1"]), callback=as_number,
+                 help="axis of the layer's features: 1 for (N, D, H, W), -1 for (N, H, W, D) and tokens  "
+                 "[default: read from the shape]"),
 )  # fmt: skip
 fit_options = combined(
     click.option("--subspaces", type=SubspaceCount(), default=4, show_default=True, metavar="NUMBER|auto",
