@@ -75,7 +75,7 @@ def three_axes(table: ClassConceptTable, is_stable: Sequence[bool]) -> tuple[int
     n_classes = table.specific.sum(0)
 
     def rank(k: int) -> tuple[bool, bool, int, float]:
-        return not is_stable[k], table.overall_quantiles[k] <= 0, -int(n_classes[k]), -float(margin[k])
+        return not is_stable[k], float(table.overall_quantiles[k]) <= 0, -int(n_classes[k]), -float(margin[k])
 
     first, second, third = sorted(range(len(margin)), key=rank)[:3]
     return first, second, third
