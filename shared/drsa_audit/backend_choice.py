@@ -55,7 +55,14 @@ class Choice:
     examination: dict[str, Any] | None
 
 
-def choose_backend(wanted: str, network: Network, inputs: Tensor, target: int, force: bool = False) -> Choice:
+def choose_backend(
+    wanted: str,
+    network: Network,
+    inputs: Tensor,
+    target: int,
+    force: bool = False,
+    layer: str | None = None,
+) -> Choice:
     """The wanted method, or for "lrp" on a model where it is not valid, Integrated Gradients.
 
     Parameters
@@ -68,6 +75,8 @@ def choose_backend(wanted: str, network: Network, inputs: Tensor, target: int, f
         Number of the explained output.
     force : bool
         Take LRP also where the doctor finds fault with it.
+    layer : str, optional
+        Where concepts are found: some rules are others above it than below. The doctor examines these.
     """
     if wanted not in NAMES:
         raise BadInput(f"backend must be one of {', '.join(NAMES)}, got {wanted!r}")
@@ -75,9 +84,9 @@ def choose_backend(wanted: str, network: Network, inputs: Tensor, target: int, f
         return Choice(wanted, network, f"{NAMES[wanted]}, as asked for.", False, None)
     first: tuple[str, Diagnosis] | None = None
     failures: list[str] = []
-    for name, composite in _candidates(network, inputs):
+    for name, composite in _candidates(network, inputs, layer):
         try:
-            diagnosis = examine(network, composite, inputs, target)
+            diagnosis = examine(network, composite, inputs, target, layer)
         except Exception as error:  # whatever rules or canonizers raise on a model that they do not suit
             failures.append(f"{name}: {one_line(error, 160)}")
             continue
@@ -95,11 +104,13 @@ def choose_backend(wanted: str, network: Network, inputs: Tensor, target: int, f
     return Choice(WITHOUT_RULES, network, reason, True, entries)
 
 
-def examine(network: Network, composite: Rules, inputs: Tensor, target: int) -> Diagnosis:
-    """The doctor's diagnosis of LRP on a network, without printing."""
+def examine(
+    network: Network, composite: Rules, inputs: Tensor, target: int, layer: str | None = None
+) -> Diagnosis:
+    """The doctor's diagnosis of LRP on a network, with the rules for this layer, without printing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return doctor(network.model, composite(None), inputs, target, verbose=False)
+        return doctor(network.model, composite(layer), inputs, target, verbose=False)
 
 
 def as_entries(diagnosis: Diagnosis, rules: str) -> dict[str, Any]:
@@ -127,10 +138,10 @@ def as_entries(diagnosis: Diagnosis, rules: str) -> dict[str, Any]:
     }
 
 
-def _candidates(network: Network, inputs: Tensor) -> Iterator[tuple[str, Rules]]:
+def _candidates(network: Network, inputs: Tensor, layer: str | None) -> Iterator[tuple[str, Rules]]:
     """The network's own rules, then what the families of models offer, as the doctor would suggest it."""
     try:
-        own = network.composite(None)
+        own = network.composite(layer)
     except ValueError:
         pass
     else:

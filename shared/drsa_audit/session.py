@@ -206,7 +206,7 @@ def open_session(
     force = settings.force
     inputs = read_first(network, files, max(2, settings.batch_size))
     info = find_concept_layer(network, layer, inputs[:1], channel_dim)
-    choice = choose_backend(settings.backend, network, inputs[:2], target.output, force)
+    choice = choose_backend(settings.backend, network, inputs[:2], target.output, force, info.name)
     if choice.is_other or "by force" in choice.reason:
         progress.note(choice.reason)
     session = Session(

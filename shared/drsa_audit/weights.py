@@ -77,7 +77,7 @@ def described_model(file: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def find_factory(name: str) -> Callable[[], Any]:
-    """The function of "package.module:function" or "folder/file.py:function".
+    """The function of "package.module:function", also of the current folder, or "folder/file.py:function".
 
     A file is run as Python runs a script, with its neighbours at hand: name only files that you trust.
     """
@@ -91,7 +91,8 @@ def find_factory(name: str) -> Callable[[], Any]:
             spec.loader.exec_module(module)
     else:
         try:
-            module = importlib.import_module(place)
+            with _importable(Path(place)):  # in the current folder, as `python -m` finds it
+                module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             raise ValueError(f"cannot import {place!r} of the network {name!r}: {error}") from error
     found: Any = getattr(module, function, None)

@@ -153,6 +153,16 @@ def test_lrp_by_force_and_other_methods_as_asked() -> None:
     assert choose_backend("lrp", plain, x, 0).backend == "lrp"
 
 
+def test_the_doctor_examines_the_rules_for_the_layer() -> None:
+    found = open_network(ModelSettings(model=torchvision.models.resnet18(weights=None).eval(), size=32))
+    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for layer, rules in ((None, "EpsilonPlus"), ("layer3", "ConvNetGamma")):
+        choice = choose_backend("lrp", found, x, 0, layer=layer)
+        assert choice.examination is not None
+        assert choice.examination["rules"] == rules
+        assert rules in choice.reason
+
+
 def bgr_network() -> Network:
     preprocessing = Preprocessing.from_mean_std((0.4, 0.5, 0.6), (0.2, 0.25, 0.3), "BGR")
     return Network(network(), 32, preprocessing, "4", lambda layer: EpsilonPlus())
@@ -229,6 +239,17 @@ def test_a_factory_in_a_file_has_its_neighbours_and_may_define_dataclasses(tmp_p
     sizes, height = find_factory(f"{tmp_path / 'entry_of_test.py'}:make")()
     assert (sizes.width, height) == (5, 7)
     assert (sys.path, sys.meta_path) == before
+
+
+def test_a_module_of_the_current_folder_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_of_test.py").write_text("def make():\n    return 5\n")
+    with pytest.raises(ValueError, match="cannot import 'module_of_test'"):
+        find_factory("module_of_test:make")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path), list(sys.meta_path)
+    assert find_factory("module_of_test:make")() == 5
+    assert (list(sys.path), list(sys.meta_path)) == before
+    sys.modules.pop("module_of_test")
 
 
 def test_a_factory_does_not_take_the_place_of_a_module(tmp_path) -> None:

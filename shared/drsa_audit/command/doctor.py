@@ -14,6 +14,7 @@ from .codes import NOT_VALID
 @click.command()
 @options.model_options
 @click.option("--images", type=click.Path(path_type=Path), help="folder of images  [default: noise]")
+@click.option("--layer", help="where concepts are to be found: rules differ above and below it")
 @click.option("--table", is_flag=True, help="print the relevance of every layer")
 @options.output_options
 def doctor(**given: Any) -> None:
@@ -29,8 +30,10 @@ def doctor(**given: Any) -> None:
     from ..errors import BadInput
     from ..images import photo_files
     from ..opening import count_outputs, open_network, read_first
+    from ..session import find_concept_layer
 
     as_json, table, folder = given.pop("as_json"), given.pop("table"), given.pop("images")
+    layer = given.pop("layer")
     given.pop("quiet")
     network = open_network(options.model_settings(given))
     device = next(network.model.parameters()).device
@@ -45,7 +48,12 @@ def doctor(**given: Any) -> None:
     count_outputs(network, inputs)
     with torch.no_grad():
         target = int(network.model(inputs[:1].clone())[0].argmax())
-    choice = choose_backend("lrp", network, inputs, target)
+    try:  # the rules that `drsa fit` would take
+        layer = find_concept_layer(network, layer, inputs[:1]).name
+    except BadInput:
+        if layer is not None:
+            raise
+    choice = choose_backend("lrp", network, inputs, target, layer=layer)
     found = choice.examination
     lines = [choice.reason]
     if found is not None:
