@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from drsa_core import Subspaces
 from drsa_core.atomic_files import write_atomically
 from drsa_core.evaluation import peakness, separability
-from torch import Tensor
 
 from .audit_steps import Explained, explain, flip_patches, forward_seconds
 from .concepts import take_out
@@ -29,6 +27,8 @@ from .work import Work, check_out, read_json, subspaces_digest, write_json
 
 #: Which pictures `run_explain` has written into a folder.
 PICTURES = "pictures.json"
+#: Pictures: squares of so many pixels have one colour, which calms the grain; dots per inch.
+POOL, DPI = 4, 90
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,21 +158,22 @@ def load_subspaces(file: Path) -> Subspaces:
 
 
 def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
-    from PIL import Image
+    """For each image a row: photograph, standard map, concept maps, with names and totals."""
+    from drsa_core.plot import concept_maps
 
-    from .report.colours import concept_colours
-    from .report.pictures import over_photograph, strength
-
-    colours = concept_colours(subspaces.n_subspaces)
+    pool = POOL if explained.maps.shape[-1] % POOL == explained.maps.shape[-2] % POOL == 0 else 1
     for n, name in enumerate(explained.names):
-        limit = strength(explained.maps[n])
-        panels = [explained.pixels[n]]
-        for maps, colour in zip(explained.maps[n], colours, strict=True):
-            panels.append(over_photograph(explained.pixels[n], maps, limit, colour))
-        row: Tensor = torch.cat(panels, dim=2)
+        title = f"{name}: score {float(explained.score[n]):.3g}"
+        figure = concept_maps(
+            explained.pixels[n],
+            explained.maps[n],
+            subspaces.names,
+            whole=explained.whole[n],
+            title=title,
+            pool=pool,
+        )
         file = io.BytesIO()
-        array = (row.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        Image.fromarray(array).save(file, format="PNG")
+        figure.savefig(file, format="png", dpi=DPI)
         write_atomically(folder / _picture(n, name), [file.getvalue()])
 
 

@@ -60,7 +60,10 @@ def fit(**given: Any) -> None:
         "choice": learned.choice,
         "seconds": progress.seconds,
     }
+    made = learned.subspaces.provenance
     lines = [f"wrote {given['out']}: {learned.subspaces.n_subspaces} concepts"]
+    if made is not None:
+        lines.append(f"at layer {made.layer}, by {made.method}")
     if found is not None:
         listed = ", ".join(
             f"{name} {index:.2f}{'' if stable else ' (not stable)'}"
