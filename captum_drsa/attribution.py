@@ -274,14 +274,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
 
     def _check_target(self, inputs: Inputs, target: Target, args: Any) -> None:
         """Compare where the subspaces were made with what they are used for."""
-
-        def n_outputs() -> int | None:
-            request = self._request(inputs, None, args)
-            with torch.no_grad():
-                output = self._restored(lambda: request.forward(*copies(request.inputs), *request.args))
-            return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
-
-        self._check_use(target, 5, n_outputs)
+        self._check_use(target, 5, lambda: self._restored(self._request(inputs, None, args).n_outputs))
 
     def _why_no_delta(self) -> str:
         name, inner = type(self.attribution_method).__name__, within_tunnels(self.attribution_method)

@@ -186,8 +186,13 @@ def test_own_subspaces_of_something_else_are_not_used_in_silence(backend: str, x
     with pytest.warns(ProvenanceWarning, match="target: 1 there, 0 here") as caught:
         concept_ablation(wrapper("0", subspaces=learned), x, 0)
     assert {warning.filename for warning in caught} == {__file__}
-    # As they were learned, and those that are given on purpose, without a word.
-    concept_ablation(wrapper("0", subspaces=learned, strict=True), x, 1)
+    # As they were learned, counted from the end or not, and those that are given on purpose: no complaint.
+    own = wrapper("0", subspaces=learned, strict=True)
+    with torch.no_grad():
+        n_outputs = normed()(x).shape[1]
+    assert torch.equal(concept_ablation(own, x, 1 - n_outputs).drop, concept_ablation(own, x, 1).drop)
+    with pytest.raises(ValueError, match="target: 1 there, 0 here"):
+        concept_ablation(own, x, -n_outputs)
     concept_ablation(wrapper("2", strict=True), x, 1, learned)
 
 

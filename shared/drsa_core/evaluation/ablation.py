@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..explainer import Explainer, single_input
-from ..layer import Inputs, check_fits, copies, guarded, sum_over_positions
+from ..layer import Inputs, check_fits, guarded, sum_over_positions
 from ..parameters import as_int
 from ..subspaces import Subspaces
 from ..target import Target, check_length, targets_of_batch
@@ -78,7 +78,8 @@ def concept_ablation(
     x, batch_size = single_input(inputs), as_int(batch_size, "batch_size", 1)
     if subspaces is None:
         subspaces = explainer._fitted()
-        explainer._check_use(target, 3, lambda: _n_outputs(explainer, x[:1]))
+        count = explainer._request(x[:1], None).n_outputs
+        explainer._check_use(target, 3, lambda: guarded(explainer._known_model(), count))
     concepts = subspaces
     if reference is not None and reference.shape != (subspaces.n_features,):
         raise ValueError(
@@ -168,16 +169,6 @@ def _scores_without(
             return request.select(request.run(rows))
 
     return guarded(explainer._known_model(), run)
-
-
-def _n_outputs(explainer: Explainer, x: Tensor) -> int | None:
-    """Number of the model's outputs, None if it has not one axis of them."""
-    request = explainer._request(x, None)
-    with torch.no_grad():
-        output = guarded(
-            explainer._known_model(), lambda: request.forward(*copies(request.inputs), *request.args)
-        )
-    return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
 
 
 def _ablate(

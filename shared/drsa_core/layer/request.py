@@ -87,6 +87,12 @@ class Request:
 
     # ------------------------------------------------------------------ runs
 
+    def n_outputs(self) -> int | None:
+        """Number of the model's outputs, by one forward pass; None if its output is not (n, n_outputs)."""
+        with torch.no_grad():
+            output = self.forward(*copies(self.inputs), *self.args)
+        return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
+
     def run(self, cut: Callable[[Tensor], Tensor]) -> Any:
         """The model's output, with `cut(activation)` in the place of the layer's activation."""
         n_runs = 0
