@@ -112,10 +112,12 @@ class BenchmarkSettings:
     )
     methods: tuple[str, ...] | None = field(
         default=None,
-        metadata=about(
-            f"of the main stage, e.g. prca drsa; default: all but {', '.join((*LINES, CLASS_VECTORS))}", str
-        ),
+        metadata=about(f"e.g. prca drsa; default: all but {', '.join((*LINES, CLASS_VECTORS))}", str),
     )
+
+    def among(self, names: Sequence[str]) -> list[str]:
+        """Those of the names that are asked for by `methods`."""
+        return [name for name in names if self.methods is None or name in self.methods]
 
     def quick(self) -> BenchmarkSettings:
         """The same with a few images, one seed, and the main stage only."""
@@ -256,16 +258,16 @@ def _rules(settings: BenchmarkSettings, network: Network, layer: str) -> Network
 def _plan(settings: BenchmarkSettings, layer: str) -> Iterator[tuple[str, str, list[Job]]]:
     """Stage, layer and jobs, in the order in which they are run."""
 
-    def pair(k: int) -> list[Job]:
-        return [learned_job(method, k, settings.seed) for method in LEARNED]
+    def learned(k: int) -> list[Job]:
+        return [learned_job(method, k, settings.seed) for method in settings.among(LEARNED)]
 
     yield "main", layer, _main_jobs(settings)
     for k in settings.ks:
         if k != settings.subspaces:
-            yield "subspaces", layer, pair(k)
+            yield "subspaces", layer, learned(k)
     for other in settings.layers:
-        yield "layers", other, pair(settings.subspaces)
-    for method in ("prca", "pca", "max-rel", "random"):
+        yield "layers", other, learned(settings.subspaces)
+    for method in settings.among(("prca", "pca", "max-rel", "random")):
         yield "dims", layer, [single_job(method, sorted(set(settings.dims)), 0)]
 
 
@@ -280,7 +282,7 @@ def _main_jobs(settings: BenchmarkSettings) -> list[Job]:
             jobs.append(labelled_job(method, file, settings.subspaces))
     if CLASS_VECTORS in (settings.methods or ()):
         jobs.append(labelled_job(CLASS_VECTORS, _vectors_file(settings), settings.subspaces))
-    jobs = [job for job in jobs if settings.methods is None or job.readings[0].method in settings.methods]
+    jobs = [job for job in jobs if settings.among([job.readings[0].method])]
     jobs += [  # only where they are asked for
         learned_job(method, settings.subspaces, settings.seed)
         for method in LINES

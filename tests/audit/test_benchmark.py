@@ -115,6 +115,20 @@ def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> 
         run_benchmark(replace(settings, methods=("nonsense",)), lambda line: None)
 
 
+def test_ablations_run_only_the_methods_that_are_asked_for(settings: BenchmarkSettings) -> None:
+    some = replace(
+        settings, stages=("main", "subspaces", "dims"), ks=(2, 3), dims=(1, 2), methods=("dsa", "pca")
+    )
+    records = run_benchmark(some, lambda line: None)
+    found = {
+        (r["stage"], r["method"], r["n_subspaces"] if r["stage"] != "dims" else r["dims"]) for r in records
+    }
+    assert {method for _, method, _ in found} == {"dsa", "pca"}
+    other_k = {k for k in (2, 3) if k != settings.subspaces}
+    assert {entry for entry in found if entry[0] == "subspaces"} == {("subspaces", "dsa", k) for k in other_k}
+    assert {entry for entry in found if entry[0] == "dims"} == {("dims", "pca", 1), ("dims", "pca", 2)}
+
+
 def network_with_gamma() -> Network:
     """A tiny EfficientNet with the rules that `load_network` gives to one."""
     timm = pytest.importorskip("timm")
