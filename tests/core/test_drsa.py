@@ -14,7 +14,7 @@ from drsa_core.pairs import normalise
 from drsa_core.solvers.drsa import SOLVERS
 from drsa_core.solvers.objective import Objective, generalised_mean, rotate_columns
 from drsa_core.solvers.paper_loop import Result
-from drsa_core.solvers.quasi_newton import Preconditioner, quasi_newton, rotate, turn
+from drsa_core.solvers.quasi_newton import Preconditioner, corrected, quasi_newton, rotate, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ortho_group
@@ -155,6 +155,39 @@ def test_turn_is_orthogonal_and_agrees_with_the_exponential() -> None:
     torch.testing.assert_close(turned.T @ turned, identity, atol=1e-14, rtol=0)
     # They agree to second order: the difference is of the order of 1e-9.
     torch.testing.assert_close(turned, basis @ torch.matrix_exp(lower - lower.T), atol=1e-8, rtol=0)
+    # And the Cayley transform as it is written.
+    half = (lower - lower.T) / 2
+    cayley = torch.linalg.inv(identity - half) @ (identity + half)
+    torch.testing.assert_close(turned, basis @ cayley, atol=1e-14, rtol=0)
+
+
+def test_a_correction_squares_the_error() -> None:
+    basis = torch.as_tensor(ortho_group.rvs(6, random_state=0)) + 1e-4 * torch.randn(
+        6, 6, dtype=torch.float64
+    )
+
+    def error(basis: torch.Tensor) -> float:
+        return float((basis.T @ basis - torch.eye(6, dtype=torch.float64)).abs().max())
+
+    assert error(basis) > 1e-5
+    assert error(corrected(basis)) < 1e-6
+
+
+def test_rounding_errors_of_many_turns_do_not_pile_up() -> None:
+    torch.manual_seed(0)
+    a, c = sample_pairs_of(60, 24, dtype=torch.float32)
+    seen: list[float] = []
+
+    class Watched(Objective):
+        def evaluate(self, basis):
+            gram = basis.double().T @ basis.double()
+            seen.append(float((gram - torch.eye(24, dtype=torch.float64)).abs().max()))
+            return super().evaluate(basis)
+
+    start = torch.as_tensor(ortho_group.rvs(24, random_state=0)).float()
+    quasi_newton(Watched(a, c, (12, 12), 0.5), start, 300, 0.0, lambda _: None)
+    assert len(seen) > 60
+    assert max(seen) < 5e-6  # a few units of float32's 6e-8 for each turn since the last correction
 
 
 def test_normalisation() -> None:

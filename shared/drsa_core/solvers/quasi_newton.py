@@ -34,7 +34,8 @@ WARM_UP = 40
 SMALLEST_FRACTION = 2.0**-10
 #: Pairs of steps and gradient changes that L-BFGS remembers.
 MEMORY = 20
-#: Iterations between updates of the preconditioner and of the bases inside the blocks.
+#: Iterations between corrections of the basis, and between updates of the preconditioner and of the bases
+#: inside the blocks.
 REFRESH = 5
 #: Smallest curvature, relative to the largest one: directions with less count as flat.
 FLOOR = 1e-3
@@ -100,6 +101,8 @@ def quasi_newton(
     since_refresh = 0
     fraction = 1.0  # of the paper's step
     while len(history) <= max_iter:
+        if len(history) % REFRESH == 0:
+            basis = corrected(basis)
         if len(history) <= warm_up:
             # To first order the paper's U + ∂J/∂U, orthogonalised, is a turn by half of L − Lᵀ.
             trial_basis = turn(basis, gradient * (fraction / 2))
@@ -232,12 +235,19 @@ def rotate(lower: Tensor, rotations: list[Tensor]) -> Tensor:
 def turn(basis: Tensor, lower: Tensor) -> Tensor:
     """U·cayley(L − Lᵀ), where cayley(Ω) = (I − Ω/2)⁻¹(I + Ω/2) agrees with exp(Ω) to second order.
 
-    One Newton step towards orthogonality keeps rounding errors from piling up.
+    Since I + Ω/2 = 2I − (I − Ω/2), this is 2U(I − Ω/2)⁻¹ − U: one solution and no product.
     """
     half = (lower - lower.T) / 2
     identity = torch.eye(len(half), dtype=half.dtype, device=half.device)
-    turned = basis @ torch.linalg.solve(identity - half, identity + half)
-    return 1.5 * turned - 0.5 * turned @ (turned.T @ turned)
+    return 2 * torch.linalg.solve(identity - half, basis, left=False) - basis
+
+
+def corrected(basis: Tensor) -> Tensor:
+    """A Newton step towards orthogonality, which keeps rounding errors of turns from piling up.
+
+    In float32 twenty turns leave errors of 4e-6 in UᵀU, of either sign: J would change by less than 1e-7.
+    """
+    return 1.5 * basis - 0.5 * basis @ (basis.T @ basis)
 
 
 def largest_angle(lower: Tensor, iterations: int = 16) -> float:
