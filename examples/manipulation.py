@@ -137,7 +137,7 @@ def photographs(options: argparse.Namespace) -> Case:
     low, high = (network.preprocessing.to_inputs(torch.full((1, 3, 1, 1), v))[0] for v in (0.0, 1.0))
     bounds = low.clone(), high.clone()
     layer = network.layer_or(options.layer)
-    return Case(model, lambda: network.composite(None), layer, target, train, photos, others, bounds)
+    return Case(model, lambda: network.composite(layer), layer, target, train, photos, others, bounds)
 
 
 def planted(options: argparse.Namespace) -> Case:

@@ -53,11 +53,12 @@ def summary_of(folders: list[Path], same_images: bool) -> dict[str, Any]:
     """One summary of one or more result folders of the same network; settings are those of the first."""
     about = json.loads((folders[0] / "settings.json").read_text())
     records = [record for folder in folders for record in read_folder(folder)]
-    layers = [record["layer"] for record in records if record["stage"] in ("main", "gamma")]
+    # Attribution methods in one step know no layer.
+    layer = next((record["layer"] for record in records if record["stage"] in ("main", "gamma")), "")
     shown = ("backend", "positions", "train_images", "fill", "schedule", "gamma", "upper_gamma")
     kept = {name: about[name] for name in shown if about.get(name) not in (None, "None")}
     kept["model"] = about["model"].rpartition("/")[2]
-    found = summarise_records(records, layers[0], int(about["subspaces"]), kept, same_images)
+    found = summarise_records(records, layer, int(about["subspaces"]), kept, same_images)
     del found["times"]  # of a busy machine
     return found
 

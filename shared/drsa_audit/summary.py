@@ -67,7 +67,7 @@ def summarise_records(
         tables["many"] = _table(title, whole_of_many + many, "drsa", MANY_METRICS + extra)
     if attributions := results.find(stage="attribution"):
         tables["attribution"] = _table(
-            "Attribution methods in one step (as Table D.1)", attributions, None, ("aupc",)
+            "Attribution methods in one step (as Table D.1)", attributions, "lrp", ("aupc",)
         )
     if gammas := results.find(stage="gamma"):
         title = f"Which γ below {layer}? Standard maps of training images"

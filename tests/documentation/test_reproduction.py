@@ -79,6 +79,26 @@ def record(name: str, method: str, files: list[str], aupc: list[float]) -> dict[
     return about | scores | {"explain_seconds": 1.0, "fill_seconds": 1.0, "network_seconds": 1.0}
 
 
+def test_attribution_methods_alone_and_paired_with_lrp(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "out"
+    for method, files, aupc in (("lrp", ["1", "2"], [1.0, 3.0]), ("shapley", ["1"], [1.5])):
+        file = folder / "results" / "attribution" / "a" / f"{method}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        one = record("a", method, files, aupc) | {"stage": "attribution", "layer": "", "n_subspaces": 1}
+        file.write_text(json.dumps([one]))
+    (folder / "settings.json").write_text(json.dumps({"model": "net", "subspaces": "4"}))
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    template = "[[some attribution lrp aupc]]; [[some attribution lrp:shapley aupc]] {{tables some}}"
+    (tmp_path / "docs" / "results" / "template.txt").write_text(template)
+    monkeypatch.setattr(
+        "sys.argv", ["reproduction.py", "--docs", str(tmp_path / "docs"), "--add", "some", str(folder)]
+    )
+    main()
+    text = (tmp_path / "docs" / "reproduction.md").read_text()
+    assert "2.000; -0.500" in text  # the second only on the image that both have
+    assert "| LRP minus | AUPC ↓ |" in text
+
+
 def test_folders_are_summed_up_on_the_images_that_they_share(tmp_path, monkeypatch) -> None:
     folders = []
     for number, (method, files) in enumerate((("drsa", ["1", "2"]), ("nmf", ["1"]))):
