@@ -25,7 +25,7 @@ from typing import Self
 
 import known_concepts
 import torch
-from drsa_audit import load_network, photo_files, relevance_at
+from drsa_audit import load_network, photo_files, relevance_at, with_upper_gamma
 from drsa_audit.package_photos import foolbox_files, package_photos, random_crops
 from drsa_core import PRCA, Subspaces
 from drsa_core.plot import manipulated_map
@@ -137,7 +137,9 @@ def photographs(options: argparse.Namespace) -> Case:
     low, high = (network.preprocessing.to_inputs(torch.full((1, 3, 1, 1), v))[0] for v in (0.0, 1.0))
     bounds = low.clone(), high.clone()
     layer = network.layer_or(options.layer)
-    return Case(model, lambda: network.composite(layer), layer, target, train, photos, others, bounds)
+    if options.upper_gamma is not None:
+        network = with_upper_gamma(network, layer, options.upper_gamma)
+    return Case(model, lambda: network.composite(None), layer, target, train, photos, others, bounds)
 
 
 def planted(options: argparse.Namespace) -> Case:
@@ -199,6 +201,7 @@ def main() -> None:
         "--network", default="lite0", help="lite0, planted, or one as of drsa (default: %(default)s)"
     )
     parser.add_argument("--weights", type=Path, help="of another network")
+    parser.add_argument("--upper-gamma", type=float, help="γ of LRP above the layer, if it is to be another")
     parser.add_argument("--steps", type=int, default=250, help="training of `planted` (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of `planted` (default: %(default)s)")
     options = parser.parse_args()
