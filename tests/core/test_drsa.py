@@ -122,6 +122,8 @@ def test_inner_rotations_leave_the_objective_and_follow_the_gradient() -> None:
     assert there.value == pytest.approx(at.value, rel=1e-12)
     gradient = rotate(objective.tangent_gradient(at), rotations)
     torch.testing.assert_close(objective.tangent_gradient(there), gradient)
+    frame = torch.block_diag(*rotations)
+    torch.testing.assert_close(gradient, frame.T @ objective.tangent_gradient(at) @ frame)
 
 
 def test_the_preconditioner_divides_in_its_frame() -> None:

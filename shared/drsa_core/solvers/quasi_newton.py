@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .objective import Curvature, rotate_columns
+from .objective import Curvature
 from .paper_loop import Callback, Result, orthogonalise, stalled
 
 #: Iterations with the paper's step before the quasi-Newton ones.
@@ -228,8 +228,15 @@ def line_search(
 
 
 def rotate(lower: Tensor, rotations: list[Tensor]) -> Tensor:
-    """Qᵀ L Q for a block-diagonal Q, given by its blocks."""
-    return rotate_columns(rotate_columns(lower, rotations).T, rotations).T
+    """Qᵀ L Q for a block-diagonal Q, given by its blocks, where L is zero on and above the block diagonal."""
+    rotated, first = torch.zeros_like(lower), 0
+    for rotation in rotations:
+        here = slice(first, first + len(rotation))
+        # L's columns to the left of this block are rotated already: its rows can follow.
+        rotated[here, :first] = rotation.T @ rotated[here, :first]
+        rotated[here.stop :, here] = lower[here.stop :, here] @ rotation
+        first = here.stop
+    return rotated
 
 
 def turn(basis: Tensor, lower: Tensor) -> Tensor:
