@@ -178,17 +178,20 @@ def test_rounding_errors_of_many_turns_do_not_pile_up() -> None:
     torch.manual_seed(0)
     a, c = sample_pairs_of(60, 24, dtype=torch.float32)
     seen: list[float] = []
+    scales: list[float] = []
 
     class Watched(Objective):
         def evaluate(self, basis):
             gram = basis.double().T @ basis.double()
             seen.append(float((gram - torch.eye(24, dtype=torch.float64)).abs().max()))
+            scales.append(abs(float(gram.trace()) / 24 - 1))  # by which J would be too large or too small
             return super().evaluate(basis)
 
     start = torch.as_tensor(ortho_group.rvs(24, random_state=0)).float()
     quasi_newton(Watched(a, c, (12, 12), 0.5), start, 300, 0.0, lambda _: None)
     assert len(seen) > 60
     assert max(seen) < 5e-6  # a few units of float32's 6e-8 for each turn since the last correction
+    assert max(scales) < 1e-6  # a third of the default tol
 
 
 def test_normalisation() -> None:

@@ -15,9 +15,10 @@ reports them on another one as well. Tried there and dropped:
 * Stopping the worse half of the starts early: after 20 of some 44 iterations the rank correlation with the
   end of the reduced run is 0.6 only.
 * One level of samples instead of three, 98 % of J: the same optimum, later.
-* A fourth level, 99.9 % of J to the end: a third less time for K = 16, none for K = 4, slightly lower optima.
+* A fourth level, 99.9 % of J, to the end (one start): a third less time for K = 16, more for K = 4.
 * A second reduced problem, in directions that hold 98 % of the energy of a wide layer (601 of 2048 at
-  ResNet50's `layer4`): 7 % of J lie outside of them, and the full problem takes as long as before.
+  ResNet50's `layer4`): 7 % of J lie outside of them, so that the full problem has a long way to go. It was
+  not timed to the end.
 * bfloat16 products on a CPU that has them: 2.4 times as fast as float32. But where the precision would do, on
   the first levels, products are only a part of the time, and it would be a second code path.
 """
