@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from ..parameters import as_int
 from ..validation import check_finite
 from .fills import Array, Fill, find_fill
+from .folding import fold_batch_norms
 from .pace import FIRST, Pace, Probe, probe
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
 
@@ -130,7 +131,9 @@ def patch_flipping(
     Parameters
     ----------
     model : callable
-        Inputs (n, C, H, W) ↦ outputs (n, n_outputs). A module must be in eval mode.
+        Inputs (n, C, H, W) ↦ outputs (n, n_outputs). A module must be in eval mode. It is run in a copy
+        whose batch norms are folded into convolutions (see `folding`; the same up to rounding). Any other
+        callable, such as `model.forward`, is run as it is.
     inputs : tensor, shape (N, C, H, W)
         The images, as the network takes them.
     maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
@@ -200,6 +203,7 @@ def patch_flipping(
     bar = tqdm(total=len(jobs), desc="patch flipping", unit="image", disable=not progress)
     try:
         ahead = _Ahead(pool, filler, jobs)
+        clock.fold(ahead)
         tries: Probe | None = None
         if batch_size is None:
             pace, tries = _first_pace(ahead, clock)
@@ -322,14 +326,27 @@ class _Clock:
         with torch.no_grad():
             return self.model(images)
 
+    def fold(self, ahead: _Ahead) -> None:
+        """Go on with a copy that has fewer batch norms, if there is one that gives the same."""
+        folded = fold_batch_norms(self.model) if isinstance(self.model, nn.Module) else None
+        if folded is not None:
+            images = ahead.peek(Pace(1, None))[1]
+            expected = self.output(images)
+            if _gives(folded, images, expected):
+                self.model = folded
+
     def takes_channels_last(self, images: Tensor) -> bool:
         """Whether the network gives the same in channels-last; `view`, say, may refuse it."""
-        try:
-            expected, found = self.output(images), self.output(images.contiguous(memory_format=LAST))
-            largest = expected.abs().max()
-            return bool((found - expected).abs().max() <= 1e-3 * largest)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            return False  # if it is not the format, the run that follows says so
+        return _gives(self.model, images.contiguous(memory_format=LAST), self.output(images))
+
+
+@torch.no_grad()
+def _gives(model: Callable[[Tensor], Tensor], images: Tensor, expected: Tensor) -> bool:
+    """Whether the outputs are the expected ones up to rounding: 1e-4 is far less than an error would make."""
+    try:
+        return bool((model(images) - expected).abs().max() <= 1e-4 * expected.abs().max())
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def _first_pace(ahead: _Ahead, clock: _Clock) -> tuple[Pace, Probe]:
