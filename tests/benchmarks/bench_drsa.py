@@ -71,7 +71,15 @@ class TimedSearch(Search):
     n_features: int
     reached: list[tuple[float, float]]
 
-    def run(self, solve: Solve, objective: Objective, start: Tensor, title: str, tol: float) -> Result:
+    def run(
+        self,
+        solve: Solve,
+        objective: Objective,
+        start: Tensor,
+        title: str,
+        tol: float,
+        generator: np.random.Generator,
+    ) -> Result:
         """One run, watched if it is in full."""
 
         def watched(
@@ -84,7 +92,7 @@ class TimedSearch(Search):
 
             return solve(problem, basis, max_iter, tol, note)
 
-        return super().run(watched, objective, start, title, tol)
+        return super().run(watched, objective, start, title, tol, generator)
 
 
 class Goals:

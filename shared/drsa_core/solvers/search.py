@@ -16,6 +16,7 @@ from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, finish, reduce_proble
 from .objective import Objective
 from .paper_loop import Callback, Result
 from .quasi_newton import quasi_newton
+from .side_by_side import side_by_side
 from .span import reduce_to_span
 
 #: Seconds after which a run is long enough to tell how long it still takes.
@@ -90,11 +91,12 @@ class Search:
 
     def from_start(self, solve: Solve, objective: Objective, start: Tensor) -> list[Result]:
         """One run from a given start."""
-        return [self.run(solve, objective, start, "start 1/1", self.tol)]
+        return [self.run(solve, objective, start, "start 1/1", self.tol, self.generator)]
 
     def from_random_starts(self, solve: Solve, objective: Objective, n_starts: int | None) -> list[Result]:
         """One run from each random start."""
-        return self._runs(solve, objective, STARTS if n_starts is None else n_starts, self.tol)
+        starts = self._starts(objective, STARTS if n_starts is None else n_starts)
+        return [self.run(solve, objective, *start, self.tol, self.generator) for start in starts]
 
     def coarse_to_fine(self, objective: Objective, n_starts: int | None) -> list[Result]:
         """Starts in the reduced problem, of which the best is finished; without one, each start in full.
@@ -121,21 +123,39 @@ class Search:
         def rough(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
             return quasi_newton(problem, start, max_iter, tol, callback, COARSE_WARM_UP)
 
-        n_starts = REDUCED_STARTS if n_starts is None else n_starts
-        self.reduced = self._runs(rough, reduction.objective, n_starts, max(self.tol, COARSE_TOL))
+        small, tol = reduction.objective, max(self.tol, COARSE_TOL)
+        starts = self._starts(small, REDUCED_STARTS if n_starts is None else n_starts)
+        # Each has a generator of its own, so that their order does not matter.
+        seeds = self.generator.integers(2**63, size=len(starts)).tolist()
+
+        def from_one(number: int) -> Result:
+            return self.run(rough, small, *starts[number], tol, np.random.default_rng(seeds[number]))
+
+        numbers = range(len(starts))
+        # Not with samples on several ranks, which would have to take the same turns, nor on a GPU.
+        beside = type(small) is Objective and small.a.device.type == "cpu"
+        self.reduced = side_by_side(from_one, numbers) if beside else [from_one(n) for n in numbers]
         best = max(self.reduced, key=lambda result: result.objective)
         start = reduction.lift(best.basis, objective)
-        return [self.run(finish, objective, start, "in full", self.tol)]
+        return [self.run(finish, objective, start, "in full", self.tol, self.generator)]
 
-    def _runs(self, solve: Solve, objective: Objective, n_starts: int, tol: float) -> list[Result]:
+    def _starts(self, objective: Objective, n_starts: int) -> list[tuple[Tensor, str]]:
+        """Random orthogonal matrices, and their titles."""
         size = objective.n_features
-        starts = [random_orthogonal(size, self.generator).to(objective.a) for _ in range(n_starts)]
         return [
-            self.run(solve, objective, start, f"start {i + 1}/{n_starts}", tol)
-            for i, start in enumerate(starts)
+            (random_orthogonal(size, self.generator).to(objective.a), f"start {i + 1}/{n_starts}")
+            for i in range(n_starts)
         ]
 
-    def run(self, solve: Solve, objective: Objective, start: Tensor, title: str, tol: float) -> Result:
+    def run(
+        self,
+        solve: Solve,
+        objective: Objective,
+        start: Tensor,
+        title: str,
+        tol: float,
+        generator: np.random.Generator,
+    ) -> Result:
         """One run, and a second one from where it ended if a subspace died on the way."""
         with tqdm(
             total=self.max_iter,
@@ -149,9 +169,9 @@ class Search:
                 bar.update()
                 bar.set_postfix_str(f"objective {value:.5f}", refresh=False)
 
-            result = solve(objective, revive(objective, start, self.generator), self.max_iter, tol, show)
+            result = solve(objective, revive(objective, start, generator), self.max_iter, tol, show)
             if not objective.evaluate(result.basis).block_means.all():
                 # A subspace died on the way: give it a second start from where the others are.
-                start = revive(objective, result.basis, self.generator)
+                start = revive(objective, result.basis, generator)
                 result = solve(objective, start, self.max_iter, tol, show)
         return result
