@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA
 from drsa_core.pairs import normalise
-from drsa_core.solvers.coarse import finish, leading_samples, reduce_problem, reduced_dims
+from drsa_core.solvers.coarse import Climb, climb, finish, leading_samples, reduce_problem, reduced_dims
 from drsa_core.solvers.complement import Quadratic, share_out
 from drsa_core.solvers.objective import Objective
 from drsa_core.solvers.quasi_newton import quasi_newton
@@ -163,8 +164,11 @@ def test_a_lifted_basis_is_orthogonal_holds_the_reduced_one_and_is_never_left_fo
         block = lifted[:, here]
         outside = leading[:, inside] - block @ (block.T @ leading[:, inside])
         assert float(outside.abs().max()) < 100 * eps
-    result = finish(full, lifted, 5, 0.0, lambda _: None)
-    assert result.objective >= full.evaluate(lifted).value
+    there = climb(full, lifted, 0.0)
+    assert there.value == pytest.approx(full.evaluate(there.basis).value)
+    assert there.value >= full.evaluate(lifted).value
+    result = finish(full, there.basis, there.memory, 5, 0.0, lambda _: None)
+    assert result.objective >= there.value
     assert all(later >= earlier for earlier, later in itertools.pairwise(result.history))
 
 
@@ -186,6 +190,23 @@ def test_fit_in_the_reduced_problem(dtype) -> None:
     assert Objective(x, y, (40,) * 4, 0.5).evaluate(model.subspaces_.basis).value == pytest.approx(
         model.objective_, rel=1e-5
     )
+
+
+def test_the_higher_of_two_climbs_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    climbs = []
+
+    def watched(*args: Any) -> Climb:
+        climbs.append(climb(*args))
+        return climbs[-1]
+
+    monkeypatch.setattr("drsa_core.solvers.search.climb", watched)
+    a, c = pairs_of(1500, 160)
+    for seed in range(3):
+        climbs.clear()
+        model = DRSA(4, n_init=4, tol=1e-3, random_state=seed).fit(a, c)
+        assert len(climbs) == 2
+        # The run in full begins where the higher one ended, or higher up after further levels.
+        assert model.history_[0] >= (1 - 1e-9) * max(done.value for done in climbs)
 
 
 def test_a_start_of_ones_own_is_run_in_full() -> None:

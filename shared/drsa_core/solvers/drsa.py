@@ -63,7 +63,7 @@ class DRSA(Estimator):
     q : float
         Exponent of the mean over subspaces. 0.5 is a soft minimum: it balances the subspaces.
     n_init : int, optional
-        Random starts; the run with the highest objective is kept. Default 8 where they are run in a reduced
+        Random starts; the run with the highest objective is kept. Default 12 where they are run in a reduced
         problem, else 3.
     max_iter : int, optional
         Iterations per run. Default 500, or 5 000 for the paper's loop.

@@ -12,7 +12,7 @@ from scipy.stats import ortho_group
 from torch import Tensor
 from tqdm import tqdm
 
-from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, finish, reduce_problem
+from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, climb, finish, reduce_problem
 from .objective import Objective
 from .paper_loop import Callback, Result
 from .quasi_newton import quasi_newton
@@ -26,7 +26,9 @@ LONG = 5.0
 Solve = Callable[[Objective, Tensor, int, float, Callback], Result]
 
 #: Starts by default: reduced ones are cheap.
-STARTS, REDUCED_STARTS = 3, 8
+STARTS, REDUCED_STARTS = 3, 12
+#: How many of the reduced ones are lifted, before the choice is made.
+CLIMBS = 2
 
 
 class DeadSubspaceError(ValueError):
@@ -99,7 +101,7 @@ class Search:
         return [self.run(solve, objective, *start, self.tol, self.generator) for start in starts]
 
     def coarse_to_fine(self, objective: Objective, n_starts: int | None) -> list[Result]:
-        """Starts in the reduced problem, of which the best is finished; without one, each start in full.
+        """Starts in the reduced problem, of which one of the best is finished; without it, each in full.
 
         Where the pairs span so little that nothing is lost by it, all of this happens in fewer dimensions.
         """
@@ -135,9 +137,14 @@ class Search:
         # Not with samples on several ranks, which would have to take the same turns, nor on a GPU.
         beside = type(small) is Objective and small.a.device.type == "cpu"
         self.reduced = side_by_side(from_one, numbers) if beside else [from_one(n) for n in numbers]
-        best = max(self.reduced, key=lambda result: result.objective)
-        start = reduction.lift(best.basis, objective)
-        return [self.run(finish, objective, start, "in full", self.tol, self.generator)]
+        best = sorted(self.reduced, key=lambda result: result.objective, reverse=True)[:CLIMBS]
+        climbs = [climb(objective, reduction.lift(run.basis, objective), self.tol) for run in best]
+        highest = max(climbs, key=lambda climb: climb.value)
+
+        def rest(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
+            return finish(problem, start, highest.memory, max_iter, tol, callback)
+
+        return [self.run(rest, objective, highest.basis, "in full", self.tol, self.generator)]
 
     def _starts(self, objective: Objective, n_starts: int) -> list[tuple[Tensor, str]]:
         """Random orthogonal matrices, and their titles."""
