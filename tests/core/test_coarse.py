@@ -165,10 +165,10 @@ def test_a_lifted_basis_is_orthogonal_holds_the_reduced_one_and_is_never_left_fo
         outside = leading[:, inside] - block @ (block.T @ leading[:, inside])
         assert float(outside.abs().max()) < 100 * eps
     there = climb(full, lifted, 0.0)
-    assert there.value == pytest.approx(full.evaluate(there.basis).value)
-    assert there.value >= full.evaluate(lifted).value
-    result = finish(full, there.basis, there.memory, 5, 0.0, lambda _: None)
-    assert result.objective >= there.value
+    assert there.at.value == pytest.approx(full.evaluate(there.basis).value)
+    assert there.at.value >= full.evaluate(lifted).value
+    result = finish(full, there, 5, 0.0, lambda _: None)
+    assert result.objective >= there.at.value
     assert all(later >= earlier for earlier, later in itertools.pairwise(result.history))
 
 
@@ -206,7 +206,7 @@ def test_the_higher_of_two_climbs_is_finished(monkeypatch: pytest.MonkeyPatch) -
         model = DRSA(4, n_init=4, tol=1e-3, random_state=seed).fit(a, c)
         assert len(climbs) == 2
         # The run in full begins where the higher one ended, or higher up after further levels.
-        assert model.history_[0] >= (1 - 1e-9) * max(done.value for done in climbs)
+        assert model.history_[0] >= (1 - 1e-9) * max(done.at.value for done in climbs)
 
 
 def test_a_start_of_ones_own_is_run_in_full() -> None:

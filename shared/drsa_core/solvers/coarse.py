@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from .complement import share_out
-from .objective import Objective, block_columns, missing_columns
+from .objective import Evaluation, Objective, block_columns, missing_columns
 from .paper_loop import Callback, Result
 from .quasi_newton import Memory, quasi_newton
 
@@ -141,45 +141,37 @@ class Climb:
     Attributes
     ----------
     basis : tensor, shape (D, D)
-    value : float
-        J of all samples.
+    at : Evaluation
+        The objective there, of all samples.
     memory : Memory
         What L-BFGS remembers of the way.
     """
 
     basis: Tensor
-    value: float
+    at: Evaluation
     memory: Memory
 
 
 def climb(full: Objective, start: Tensor, tol: float) -> Climb:
     """The first level, from a lifted start; after it J tells better than before which start ends highest."""
-    memory = Memory(full.columns)
-    basis, value = _through(LEVELS[:1], full, start, memory, tol, lambda _: None)
-    return Climb(basis, value, memory)
+    begin = Climb(start, full.evaluate(start), Memory(full.columns))
+    return _through(LEVELS[:1], full, begin, tol, lambda _: None)
 
 
-def finish(
-    full: Objective, start: Tensor, memory: Memory, max_iter: int, tol: float, callback: Callback
-) -> Result:
-    """Maximise the full objective from the end of a climb; what is returned is never below the start."""
-    basis, _ = _through(LEVELS[1:], full, start, memory, tol, callback)
-    return quasi_newton(full, basis, max_iter, tol, callback, 0, memory)
+def finish(full: Objective, begin: Climb, max_iter: int, tol: float, callback: Callback) -> Result:
+    """Maximise the full objective from where a climb ended; what is returned is never below that."""
+    there = _through(LEVELS[1:], full, begin, tol, callback)
+    return quasi_newton(full, there.basis, max_iter, tol, callback, 0, there.memory)
 
 
 def _through(
-    levels: Sequence[tuple[float, float]],
-    full: Objective,
-    start: Tensor,
-    memory: Memory,
-    tol: float,
-    callback: Callback,
-) -> tuple[Tensor, float]:
-    """Basis and J after levels with more and more samples.
+    levels: Sequence[tuple[float, float]], full: Objective, begin: Climb, tol: float, callback: Callback
+) -> Climb:
+    """Through levels with more and more samples.
 
     Each starts with what L-BFGS remembers of the one before, whose objective is nearly the same.
     """
-    basis, at = start, full.evaluate(start)
+    basis, at, memory = begin.basis, begin.at, begin.memory
     for share, level_tol in levels:
         samples = leading_samples(full.shares(at), share, 2 * full.n_features)
         if len(samples) > full.n_samples // 2:
@@ -192,4 +184,4 @@ def _through(
             break
         basis, at = run.basis, there
         callback(at.value)
-    return basis, at.value
+    return Climb(basis, at, memory)

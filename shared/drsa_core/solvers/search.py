@@ -12,11 +12,11 @@ from scipy.stats import ortho_group
 from torch import Tensor
 from tqdm import tqdm
 
-from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, climb, finish, reduce_problem
+from .coarse import COARSE_TOL, COARSE_WARM_UP, Climb, Reduction, climb, finish, reduce_problem
 from .objective import Objective
 from .paper_loop import Callback, Result
 from .quasi_newton import quasi_newton
-from .side_by_side import side_by_side
+from .side_by_side import one_by_one, side_by_side
 from .span import reduce_to_span
 
 #: Seconds after which a run is long enough to tell how long it still takes.
@@ -133,16 +133,22 @@ class Search:
         def from_one(number: int) -> Result:
             return self.run(rough, small, *starts[number], tol, np.random.default_rng(seeds[number]))
 
-        numbers = range(len(starts))
+        def lifted(result: Result) -> Climb:
+            return climb(objective, reduction.lift(result.basis, objective), self.tol)
+
         # Not with samples on several ranks, which would have to take the same turns, nor on a GPU.
         beside = type(small) is Objective and small.a.device.type == "cpu"
-        self.reduced = side_by_side(from_one, numbers) if beside else [from_one(n) for n in numbers]
+        each = side_by_side if beside else one_by_one
+        self.reduced = each(from_one, range(len(starts)))
         best = sorted(self.reduced, key=lambda result: result.objective, reverse=True)[:CLIMBS]
-        climbs = [climb(objective, reduction.lift(run.basis, objective), self.tol) for run in best]
-        highest = max(climbs, key=lambda climb: climb.value)
+        highest = max(each(lifted, best), key=lambda climb: climb.at.value)
 
         def rest(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
-            return finish(problem, start, highest.memory, max_iter, tol, callback)
+            callback(highest.at.value)
+            begin = (
+                highest if start is highest.basis else Climb(start, problem.evaluate(start), highest.memory)
+            )
+            return finish(problem, begin, max_iter, tol, callback)
 
         return [self.run(rest, objective, highest.basis, "in full", self.tol, self.generator)]
 

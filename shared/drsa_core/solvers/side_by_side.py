@@ -1,8 +1,7 @@
-"""Independent runs side by side, each on a thread of its own.
+"""Independent runs side by side, which share torch's threads among them.
 
-Products of a hundred columns do not get faster when several threads share them. So small problems get one
-thread each, and as many are solved at once as torch has threads. What a run computes does not depend on how
-many run beside it.
+Products of a hundred columns do not get faster when several threads share them. So small problems get a
+thread each, and as many are solved at once as torch has threads.
 """
 
 from __future__ import annotations
@@ -25,10 +24,17 @@ def side_by_side(function: Callable[[Item], Outcome], items: Sequence[Item]) -> 
     way have ended; the others are not begun. Afterwards torch has as many threads as before.
     """
     n_threads = torch.get_num_threads()
+    at_once = min(n_threads, len(items))
     # The number holds for the thread that sets it, and for threads that begin later.
-    pool = ThreadPoolExecutor(min(n_threads, len(items)), initializer=partial(torch.set_num_threads, 1))
+    share = partial(torch.set_num_threads, n_threads // at_once)
+    pool = ThreadPoolExecutor(at_once, initializer=share)
     try:
         return list(pool.map(function, items))
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(n_threads)
+
+
+def one_by_one(function: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+    """The same, one after the other, each with all threads."""
+    return [function(item) for item in items]
