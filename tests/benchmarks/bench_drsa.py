@@ -15,9 +15,8 @@ The yardstick is the paper's loop: gradient ascent with step 1 and U (UᵀU)^-½
 start. Timed is the default solver with the same seed and all of its reduced starts: how long it takes to have
 a basis with the loop's objective, and how long the whole fit takes. One loop takes ten minutes and more. So
 its objectives are kept in the file of `--goals`, which a run without `--measure` fills; with `--measure` only
-so many iterations are run, for their time, and 5 000 times that is what the solver is held against. `--bound`
-fills the file faster, with goals that are harder to reach: after so many iterations of the loop, the default
-solver climbs from there to the top of the hill that the loop is on. Run it on an idle machine.
+so many iterations are run, for their time, and 5 000 times that is what the solver is held against. Run it on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from drsa_core.pairs import normalise
 from drsa_core.solvers.drsa import block_sizes
 from drsa_core.solvers.objective import Objective
 from drsa_core.solvers.paper_loop import Callback, Result, gradient_ascent
-from drsa_core.solvers.quasi_newton import quasi_newton
 from drsa_core.solvers.search import Search, Solve, random_orthogonal
 from torch import Tensor
 
@@ -114,12 +112,6 @@ def objective_of(a: Tensor, c: Tensor, n_subspaces: int) -> Objective:
     return Objective(normalise(a), normalise(c), block_sizes(a.shape[1], n_subspaces, None), 0.5)
 
 
-def bound_of(objective: Objective, start: Tensor, iterations: int) -> float:
-    """Top of the hill that the loop is on after so many iterations: it climbs, and cannot end above it."""
-    loop = gradient_ascent(objective, start, iterations, 0.0, lambda _: None)
-    return quasi_newton(objective, loop.basis, 500, 1e-7, lambda _: None, warm_up=0).objective
-
-
 def loop_seconds(objective: Objective, start: Tensor, iterations: int) -> tuple[float, Result]:
     """Seconds per iteration of the paper's loop, once it is warm, and where it got."""
     timed(gradient_ascent, objective, start, 1)
@@ -150,8 +142,6 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], options: argparse.Namespace)
         ]
         for key, seed in zip(keys, options.seeds, strict=True):
             start = random_orthogonal(a.shape[1], seed).to(a)
-            if options.bound:
-                goals.add(key, bound_of(objective, start, options.bound))
             each, loop = loop_seconds(objective, start, options.measure or options.iterations)
             whole_loop = each * options.iterations
             if not options.measure:
@@ -256,12 +246,6 @@ def main() -> None:
     parser.add_argument(
         "--measure", type=int, help="run only so many iterations of the loop, and extrapolate its time"
     )
-    parser.add_argument(
-        "--bound",
-        type=int,
-        metavar="N",
-        help="with --measure: goals from N iterations of the loop, see above",
-    )
     parser.add_argument("--goals", type=Path, help="JSON file with objectives of the loop; see above")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="random starts (default: 0)")
     parser.add_argument("--sizes", action="store_true", help="also other K and N")
@@ -270,10 +254,6 @@ def main() -> None:
     )
     parser.add_argument("--only-sizes", action="store_true", help="--sizes without the first table")
     options = parser.parse_args()
-    if options.bound and not options.measure:
-        parser.error(
-            "--bound needs --measure: without it the loop is run in full, and its own goals are kept"
-        )
     if options.collect:
         collect_pairs(*options.collect)
         return

@@ -80,9 +80,10 @@ class DRSA(Estimator):
         becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `balanced`. 0 is the paper's objective, in which positions
         count by the square of their evidence; with 1 all count the same. See Notes.
     solver : {"coarse-to-fine", "quasi-newton", "paper"}
-        "coarse-to-fine" runs all starts in the leading directions of the samples that matter, and the best
-        of them in full; where that saves nothing (D < 128, say), it is "quasi-newton", which runs every start
-        in full. "paper" is gradient ascent with step 1 and symmetric orthogonalisation, the yardstick.
+        "coarse-to-fine" runs all starts in the leading directions of the samples that matter, side by side
+        on torch's threads, and one of the two best in full; where that saves nothing (D < 128, say), it is
+        "quasi-newton", which runs every start in full. "paper" is gradient ascent with step 1 and symmetric
+        orthogonalisation, the yardstick.
 
     Attributes
     ----------
