@@ -141,7 +141,7 @@ class Search:
         each = side_by_side if beside else one_by_one
         self.reduced = each(from_one, range(len(starts)))
         best = sorted(self.reduced, key=lambda result: result.objective, reverse=True)[:CLIMBS]
-        highest = max(each(lifted, best), key=lambda climb: climb.at.value)
+        highest = max(each(lifted, best), key=lambda done: done.at.value)
 
         def rest(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
             callback(highest.at.value)
