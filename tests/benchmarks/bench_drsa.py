@@ -26,6 +26,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,15 +70,7 @@ class TimedSearch(Search):
     n_features: int
     reached: list[tuple[float, float]]
 
-    def run(
-        self,
-        solve: Solve,
-        objective: Objective,
-        start: Tensor,
-        title: str,
-        tol: float,
-        generator: np.random.Generator,
-    ) -> Result:
+    def run(self, solve: Solve, *args: Any, **kwargs: Any) -> Result:
         """One run, watched if it is in full."""
 
         def watched(
@@ -90,7 +83,7 @@ class TimedSearch(Search):
 
             return solve(problem, basis, max_iter, tol, note)
 
-        return super().run(watched, objective, start, title, tol, generator)
+        return super().run(watched, *args, **kwargs)
 
 
 class Goals:
