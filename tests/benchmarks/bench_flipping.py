@@ -130,7 +130,7 @@ def main() -> None:
         if folded is not None:
             fewer = bare(folded, inputs, options.sizes, options.repeats, clock, quiet=True)
             print(
-                f"\nfastest with batch norms folded: {fewer:.2f} ms, {fewer / least:.2f} × the fastest bare pass"
+                f"\nfastest with batch norms folded: {fewer:.2f} ms, {fewer / least:.2f} × the fastest above"
             )
         print("\n| fill | K | evaluations | ms each | the network in it | × the fastest bare pass |")
         print("|---|---|---|---|---|---|")

@@ -2,7 +2,7 @@
 
 In eval mode a batch norm multiplies each channel by a number and adds another. Behind a convolution both can
 go into its weight and bias: w ← s w and b ← s (b − μ) + β with s = γ / √(σ² + ε). Outputs are the same up to
-rounding, and a pass over the activations is saved, in EfficientNet-Lite0 a quarter of the time.
+rounding, and a pass over the activations is saved (`tests/benchmarks/bench_flipping.py` says what it gains).
 
 What the network does with the output of a convolution is read from its graph (`torch.fx`), which cannot be
 drawn for networks whose path depends on the data; those are left as they are.
