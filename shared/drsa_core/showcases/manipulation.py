@@ -35,7 +35,8 @@ class SoftplusActivations:
     Parameters
     ----------
     model : module
-        Its activations must be `nn.ReLU` or `nn.ReLU6` modules.
+        Its activations must be `nn.ReLU` or `nn.ReLU6` modules. If there is none, it can only be entered
+        with β = None.
     beta : float or None
         Sharpness.
     """
@@ -54,7 +55,7 @@ class SoftplusActivations:
         except BaseException:
             self._edits.undo()
             raise
-        if not found:
+        if not found and self.beta is not None:
             raise ValueError(
                 f"{type(self.model).__name__} has no nn.ReLU or nn.ReLU6 module to smooth; if it calls "
                 "torch.relu itself, write it with modules"
@@ -132,7 +133,7 @@ def manipulate(
     n_iter: int = 100,
     lr: float = 0.01,
     output_weight: float = 10.0,
-    betas: tuple[float, float] = (10.0, 100.0),
+    betas: tuple[float, float] | None = (10.0, 100.0),
     bounds: tuple[float | Tensor, float | Tensor] = (0.0, 1.0),
     max_change: float | Tensor | None = None,
     progress: bool = True,
@@ -142,6 +143,11 @@ def manipulate(
     Adam on ‖E(x′) − E_target‖² / ‖E_target‖² + λ ‖softmax f(x′) − softmax f(x)‖², from x′ = x. Division by
     ‖E_target‖² does no more than set the scale of λ. The network is smoothed meanwhile, see
     `SoftplusActivations`: β grows by a constant factor from iteration to iteration.
+
+    Maps by gradients need that, as the second derivative of a ReLU network is zero. LRP does not: the shares
+    by which a layer hands relevance down change with its activations. And a smoothed network may be another
+    one, as softplus gives every idle neuron a small activation: on VGG16 its map reaches the target while
+    that of the network itself does not follow. There `betas=None` is what works.
 
     Parameters
     ----------
@@ -159,8 +165,8 @@ def manipulate(
         Steps, and step size in units of x.
     output_weight : float
         λ.
-    betas : tuple of two floats
-        β of the first and of the last iteration.
+    betas : tuple of two floats, optional
+        β of the first and of the last iteration; None: the network as it is.
     bounds : tuple of two floats or tensors
         Lowest and highest value of an image. Tensors of shape (C, 1, 1) if channels are normalised by a
         deviation of their own.
@@ -171,14 +177,17 @@ def manipulate(
     """
     n_iter, lr = as_int(n_iter, "n_iter", 1), as_float(lr, "lr")
     output_weight = as_float(output_weight, "output_weight")
-    betas = as_float(betas[0], "betas[0]"), as_float(betas[1], "betas[1]")
+    if betas is not None:
+        betas = as_float(betas[0], "betas[0]"), as_float(betas[1], "betas[1]")
+        if not 0 < betas[0] <= betas[1]:
+            raise ValueError(f"betas must be above 0 and ascending, got {betas}")
     x = x.detach()
     check_finite(x, "x")
     low, high = _like(x, bounds[0], "bounds[0]"), _like(x, bounds[1], "bounds[1]")
-    if not lr > 0 or not output_weight >= 0 or not 0 < betas[0] <= betas[1] or not (low < high).all():
+    if not lr > 0 or not output_weight >= 0 or not (low < high).all():
         raise ValueError(
-            "lr must be above 0, output_weight at least 0, betas and bounds ascending, betas above 0; "
-            f"got {lr}, {output_weight}, {betas}, {bounds}"
+            "lr must be above 0, output_weight at least 0, bounds ascending; "
+            f"got {lr}, {output_weight}, {bounds}"
         )
     if (x < low).any() or (x > high).any():
         raise ValueError(f"x must lie within bounds = {bounds}, got [{float(x.min())}, {float(x.max())}]")
@@ -188,7 +197,8 @@ def manipulate(
             raise ValueError(f"max_change must be above 0, got {max_change}")
         low, high = low.maximum(x - change), high.minimum(x + change)
 
-    with SoftplusActivations(model) as smooth:
+    with SoftplusActivations(model, None if betas is None else betas[0]) as smooth:
+        smooth.beta = None
         original_output, original_map = _values(explain, x)
         target = preserve_relevance(target_map.detach(), original_map)
         # Maps of any scale: their squares may leave the range of their dtype, their ratios do not.
@@ -198,7 +208,8 @@ def manipulate(
         optimiser = torch.optim.Adam([perturbed], lr=lr)
         history = []
         for step in tqdm(range(n_iter), desc="manipulate", disable=not progress):
-            smooth.beta = betas[0] * (betas[1] / betas[0]) ** (step / max(1, n_iter - 1))
+            if betas is not None:
+                smooth.beta = betas[0] * (betas[1] / betas[0]) ** (step / max(1, n_iter - 1))
             output, map = explain(perturbed)
             map_error = ((map - target) / scale).square().sum((1, 2))
             output_error = (output.softmax(1) - wanted).square().sum(1)
