@@ -54,7 +54,8 @@ def summary_of(folders: list[Path], same_images: bool) -> dict[str, Any]:
     about = json.loads((folders[0] / "settings.json").read_text())
     records = [record for folder in folders for record in read_folder(folder)]
     # Attribution methods in one step know no layer.
-    layer = next((record["layer"] for record in records if record["stage"] in ("main", "gamma")), "")
+    of_layer = ("main", "gamma", "ablation", "stability")
+    layer = next((record["layer"] for record in records if record["stage"] in of_layer), "")
     shown = ("backend", "positions", "train_images", "fill", "schedule", "gamma", "upper_gamma")
     kept = {name: about[name] for name in shown if about.get(name) not in (None, "None")}
     kept["model"] = about["model"].rpartition("/")[2]
@@ -110,13 +111,15 @@ def compared_table(places: Sequence[str], results: dict[str, Any]) -> str:
     Parameters
     ----------
     places : sequence of str
-        "file:title:metric,metric" of each network.
+        "file:title:metric,metric" of each network; files may have maps or checks without maps.
     results : dict
     """
     known, columns, titles = known_summaries(results[KNOWN]), [], ["known concepts: share ↑"]
     for place in places:
         file, title, metrics = place.split(":")
-        columns += [(results[file]["tables"]["many"]["rows"], metric) for metric in metrics.split(",")]
+        tables = results[file]["tables"]
+        rows = (tables.get("many") or tables["checks"])["rows"]
+        columns += [(rows, metric) for metric in metrics.split(",")]
         titles += [f"{title}: {TITLES[metric]}" for metric in metrics.split(",")]
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for method in ordered({method for rows, _ in columns for method in rows} - {"whole"}):

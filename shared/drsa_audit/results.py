@@ -23,7 +23,8 @@ class Series:
     """One method with K or d at a layer: scores of each image, averaged over seeds.
 
     `values` maps a metric to (N,), and "curves" to (N, T + 1), in the order of the pairs (class, file) of
-    `images`. `by_class` maps the metrics of classes to class ↦ value.
+    `images`. `by_class` maps the metrics of classes to class ↦ value. A series of the stage "checks" has no
+    images: its ablation and stability were run without maps.
     """
 
     stage: str
@@ -44,7 +45,8 @@ class Series:
 
     def has(self, metric: str) -> bool:
         """Whether the metric was computed, for all classes: a run may have been cut short."""
-        return metric in self.values or set(self.classes) <= set(self.by_class.get(metric, ()))
+        found = self.by_class.get(metric)
+        return metric in self.values or (found is not None and set(self.classes) <= set(found))
 
     def summary(self, metric: str) -> Summary:
         """Mean over images and classes, with its standard error."""
@@ -89,6 +91,12 @@ class Results:
             stage, layer, method, n_subspaces, dims = key
             checked = checks[(layer, method, n_subspaces)] if stage == "main" and dims is None else []
             self.series.append(replace(_series(key, group), by_class=_by_class(checked)))
+        # Checks may have been run alone, without maps.
+        with_maps = {(s.layer, s.method, s.n_subspaces) for s in self.find(stage="main", dims=None)}
+        for (layer, method, n_subspaces), checked in checks.items():
+            if checked and (layer, method, n_subspaces) not in with_maps:
+                alone = Series("checks", layer, method, n_subspaces, None, (), {}, [], 1, _by_class(checked))
+                self.series.append(alone)
 
     def find(self, **fields: object) -> list[Series]:
         """Series whose fields have these values."""

@@ -108,19 +108,22 @@ def name_of(method: str) -> str:
 def table_of(table: dict[str, Any]) -> str:
     """Rows are methods; the best subspace method of a column is bold."""
     metrics, rows = table["metrics"], table["rows"]
+    of_images = any(row["n_images"] for row in rows.values())  # not what is known of classes alone
     rivals = [method for method in rows if method not in ("whole", "noise")]
     best = {}
     for m in metrics:
         choose = min if m in BEST_IS_LOW else max
         having = [method for method in rivals if m in rows[method]]
         best[m] = choose(having, key=lambda method: rows[method][m]["mean"]) if len(having) > 1 else ""
-    lines = [f"| | {' | '.join(TITLES[m] for m in metrics)} | images |", "|---" * (len(metrics) + 2) + "|"]
+    titles = [TITLES[m] for m in metrics] + ["images"] * of_images
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for method in ordered(rows):
         row = rows[method]
         cells = [cell(row[m]) if m in row else "" for m in metrics]
         cells = [f"**{c}**" if best[m] == method else c for m, c in zip(metrics, cells, strict=True)]
         seeds = f" ({row['n_seeds']} seeds)" if row["n_seeds"] > 1 else ""
-        lines.append(f"| {name_of(method)}{seeds} | {' | '.join(cells)} | {row['n_images']} |")
+        cells += [str(row["n_images"])] * of_images
+        lines.append(f"| {name_of(method)}{seeds} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

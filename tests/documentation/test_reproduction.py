@@ -99,6 +99,30 @@ def test_attribution_methods_alone_and_paired_with_lrp(tmp_path, monkeypatch) ->
     assert "| LRP minus | AUPC ↓ |" in text
 
 
+def test_checks_without_maps_have_a_table_of_their_own(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "out"
+    for name, index in (("a", [[0.25, 0.75], [0.5, 0.5]]), ("b", [[1.0, 1.0], [0.5, 0.5]])):
+        about = {"layer": "f", "class": name, "method": "dsa", "n_subspaces": 2, "dims": None, "seed": 0}
+        drop = {"relevance": [[1.0, 2.0], [3.0, 4.0]], "drop": [[2.0, 4.0], [6.0, 8.0]], "files": ["1", "2"]}
+        for stage, found in (("stability", {"index": index}), ("ablation", drop)):
+            file = folder / "results" / stage / "f" / name / "dsa.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps([about | {"stage": stage} | found]))
+    (folder / "settings.json").write_text(json.dumps({"model": "net", "subspaces": "2"}))
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "results" / "known_concepts.json").write_text('{"scores": {}}')
+    template = "[[some checks dsa stability]] {{tables some}} {{compared some:Net:ablation,stability}}"
+    (tmp_path / "docs" / "results" / "template.txt").write_text(template)
+    monkeypatch.setattr(
+        "sys.argv", ["reproduction.py", "--docs", str(tmp_path / "docs"), "--add", "some", str(folder)]
+    )
+    main()
+    text = (tmp_path / "docs" / "reproduction.md").read_text()
+    assert "0.625 ± 0.125 ###" in text  # classes have 0.5 and 0.75
+    assert "| | ablation ↑ | ablation within images ↑ | stability ↑ |" in text  # no column of images
+    assert "| DSA |  | 1.000 ± 0.000 | 0.625 ± 0.125 |" in text
+
+
 def test_folders_are_summed_up_on_the_images_that_they_share(tmp_path, monkeypatch) -> None:
     folders = []
     for number, (method, files) in enumerate((("drsa", ["1", "2"]), ("nmf", ["1"]))):
