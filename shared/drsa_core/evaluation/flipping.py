@@ -133,8 +133,9 @@ def patch_flipping(
     ----------
     model : callable
         Inputs (n, C, H, W) ↦ outputs (n, n_outputs). A module must be in eval mode. It is run in a copy
-        whose batch norms are folded into convolutions (see `folding`; the same up to rounding). Any other
-        callable, such as `model.forward`, is run as it is.
+        whose batch norms are folded into convolutions (see `folding`), with which on CPUs activations become
+        one operation (see `fusing`); the same up to rounding. Any other callable, such as `model.forward`,
+        is run as it is.
     inputs : tensor, shape (N, C, H, W)
         The images, as the network takes them.
     maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)

@@ -43,8 +43,8 @@ def fuse_activations(folded: fx.GraphModule, images: Tensor) -> fx.GraphModule |
     folded : fx.GraphModule
         As `fold_batch_norms` gives it. It is not changed.
     images : tensor, shape (n, C, H, W)
-        Inputs on which each packed convolution has to give what it replaces. Later ones must have their
-        height and width, as padding may depend on them.
+        With them the convolutions are tried, each of which has to give the same as before. Later images must
+        have their height and width, as padding may depend on them.
 
     Returns
     -------
@@ -92,16 +92,18 @@ class _Watch(fx.Interpreter):
         if n.op == "call_module":
             module, args = self.module.get_submodule(str(n.target)), self.fetch_args_kwargs_from_env(n)[0]
             if isinstance(module, nn.Conv2d) and len(args) == 1 and args[0].ndim == 4:
-                packed = _packed(module, args[0], output)
+                packed = _packed(module, args[0])
                 if packed is not None:
                     self.packed[n] = packed
         return output
 
 
-def _packed(convolution: nn.Conv2d, x: Tensor, expected: Tensor) -> Packed | None:
-    """The convolution packed, with the first padding that gives the expected output."""
+def _packed(convolution: nn.Conv2d, x: Tensor) -> Packed | None:
+    """The convolution packed, with the first padding that gives what the convolution itself gives."""
     if convolution.weight.dtype != torch.float32 or x.dtype != torch.float32:
         return None
+    x = x + 1  # behind a ReLU there may be zeros at the border, where padding would not show
+    expected = convolution(x)
     for weight, padding in _paddings(convolution, x):
         packed = Packed(convolution, weight, padding, x.shape)
         found = packed(x)
