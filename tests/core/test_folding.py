@@ -9,7 +9,7 @@ import pytest
 import torch
 from drsa_core.evaluation import patch_flipping
 from drsa_core.evaluation.folding import fold_batch_norms
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -198,7 +198,7 @@ def test_patch_flipping_folds_a_module_and_runs_a_function_as_it_is(
 
 def test_a_copy_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomised(Network("plain")).float()
-    wrong = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+    wrong = fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4)))
     monkeypatch.setattr("drsa_core.evaluation.flipping.fold_batch_norms", lambda model: wrong)
     inputs = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"patch_size": 4, "fill": "mean", "batch_size": 3}

@@ -19,6 +19,7 @@ from ..parameters import as_int
 from ..validation import check_finite
 from .fills import Array, Fill, find_fill
 from .folding import fold_batch_norms
+from .fusing import fuse_activations
 from .pace import FIRST, Pace, Probe, probe
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
 
@@ -132,8 +133,9 @@ def patch_flipping(
     ----------
     model : callable
         Inputs (n, C, H, W) ↦ outputs (n, n_outputs). A module must be in eval mode. It is run in a copy
-        whose batch norms are folded into convolutions (see `folding`; the same up to rounding). Any other
-        callable, such as `model.forward`, is run as it is.
+        whose batch norms are folded into convolutions (see `folding`), with which on CPUs activations become
+        one operation (see `fusing`); the same up to rounding. Any other callable, such as `model.forward`,
+        is run as it is.
     inputs : tensor, shape (N, C, H, W)
         The images, as the network takes them.
     maps : tensor, shape (N, K, C, H, W) or (N, C, H, W)
@@ -310,6 +312,7 @@ class _Clock:
 
     def __init__(self, model: Callable[[Tensor], Tensor], targets: Tensor, scores: Tensor) -> None:
         self.model, self.targets, self.scores = model, targets, scores
+        self.packed = False
         self.seconds = 0.0
 
     def run(self, batch: Jobs, images: Tensor) -> float:
@@ -327,13 +330,17 @@ class _Clock:
             return self.model(images)
 
     def fold(self, ahead: _Ahead) -> None:
-        """Go on with a copy that has fewer batch norms, if there is one that gives the same."""
+        """Go on with a faster copy, if there is one that gives the same."""
         folded = fold_batch_norms(self.model) if isinstance(self.model, nn.Module) else None
-        if folded is not None:
-            images = ahead.peek(Pace(1, None))[1]
-            expected = self.output(images)
-            if _gives(folded, images, expected):
-                self.model = folded
+        if folded is None:
+            return
+        images = ahead.peek(Pace(1, None))[1]
+        expected = self.output(images)
+        fused = fuse_activations(folded, images)
+        if fused is not None and _gives(fused, images, expected):
+            self.model, self.packed = fused, True
+        elif _gives(folded, images, expected):
+            self.model = folded
 
     def takes_channels_last(self, images: Tensor) -> bool:
         """Whether the network gives the same in channels-last; `view`, say, may refuse it."""
@@ -352,8 +359,11 @@ def _gives(model: Callable[[Tensor], Tensor], images: Tensor, expected: Tensor) 
 def _first_pace(ahead: _Ahead, clock: _Clock) -> tuple[Pace, Probe]:
     """What to try on the first batch, and the search that goes on from there."""
     plain = torch.contiguous_format
-    images = ahead.peek(Pace(FIRST, plain))[1]
-    tries = probe((plain, LAST) if clock.takes_channels_last(images) else (plain,))
+    formats = [plain]
+    # Packed convolutions return channels-last whatever they are given.
+    if not clock.packed and clock.takes_channels_last(ahead.peek(Pace(FIRST, plain))[1]):
+        formats.append(LAST)
+    tries = probe(tuple(formats))
     return next(tries), tries
 
 

@@ -31,7 +31,7 @@ class Tracer(fx.Tracer):
         return isinstance(m, CONVOLUTIONS) or super().is_leaf_module(m, module_qualified_name)
 
 
-def fold_batch_norms(model: nn.Module) -> nn.Module | None:
+def fold_batch_norms(model: nn.Module) -> fx.GraphModule | None:
     """The network with fewer batch norms, or None if none can be folded.
 
     Parameters
@@ -41,7 +41,7 @@ def fold_batch_norms(model: nn.Module) -> nn.Module | None:
 
     Returns
     -------
-    nn.Module or None
+    fx.GraphModule or None
         None without batch norms behind convolutions, with hooks (which a graph leaves out), and for networks
         that `torch.fx` cannot trace.
 
@@ -79,7 +79,7 @@ def _fold(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     if found is None:
         return False
     before, statistics = found
-    if before.op != "call_module" or any(user is not node and not _is_shape(user) for user in before.users):
+    if before.op != "call_module" or any(user is not node and not is_shape(user) for user in before.users):
         return False
     replaced = _folded(graph_module.get_submodule(str(before.target)), statistics)
     if replaced is None:
@@ -139,7 +139,7 @@ def _batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, d
     return before, {"bn_rm": mean, "bn_rv": variance, "bn_eps": eps, "bn_w": weight, "bn_b": bias}
 
 
-def _is_shape(node: fx.Node) -> bool:
+def is_shape(node: fx.Node) -> bool:
     """Whether a node asks for what a batch norm does not change, such as the number of axes."""
     return node.target is getattr and node.args[1] in ("ndim", "shape", "dtype", "device")
 

@@ -1,8 +1,9 @@
 """Which batch size and memory format suit a network: found on the first batches of the work itself.
 
-Large batches may fall out of the processor's caches, and many networks are twice as fast on inputs in
-channels-last, the weights as they are. Both depend on network and machine, so they are timed. Nothing is
-run for timing alone, apart from one batch that has to give the same in both formats.
+Large batches may fall out of the processor's caches, and on Linux outputs of more than 32 MB get new memory
+from the kernel in every pass, page by page. Many networks are twice as fast on inputs in channels-last, the
+weights as they are. All of that depends on network and machine, so it is timed. Nothing is run for timing
+alone, apart from one batch that has to give the same in both formats.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 #: Batch size to begin with, and those to go on with while they are faster.
-FIRST, LARGER, SMALLER = 8, (16, 32, 64), (4, 2, 1)
+FIRST, LARGER, SMALLER = 4, (8, 16, 32, 64), (2, 1)
 #: Batches for each setting; the first of them only warms up.
 TRIES = 3
 #: What a batch size must gain to be taken, so that noise does not decide for an extreme one.
