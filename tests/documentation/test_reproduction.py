@@ -79,6 +79,17 @@ def record(name: str, method: str, files: list[str], aupc: list[float]) -> dict[
     return about | scores | {"explain_seconds": 1.0, "fill_seconds": 1.0, "network_seconds": 1.0}
 
 
+def written(template: str, folder: Path, docs: Path, monkeypatch) -> str:
+    """The page that a template gives for a result folder, added under the name "some"."""
+    (docs / "results").mkdir(parents=True)
+    (docs / "results" / "known_concepts.json").write_text('{"scores": {}}')
+    (docs / "results" / "template.txt").write_text(template)
+    arguments = ["reproduction.py", "--docs", str(docs), "--add", "some", str(folder)]
+    monkeypatch.setattr("sys.argv", arguments)
+    main()
+    return (docs / "reproduction.md").read_text()
+
+
 def test_attribution_methods_alone_and_paired_with_lrp(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "out"
     for method, files, aupc in (("lrp", ["1", "2"], [1.0, 3.0]), ("shapley", ["1"], [1.5])):
@@ -87,14 +98,8 @@ def test_attribution_methods_alone_and_paired_with_lrp(tmp_path, monkeypatch) ->
         one = record("a", method, files, aupc) | {"stage": "attribution", "layer": "", "n_subspaces": 1}
         file.write_text(json.dumps([one]))
     (folder / "settings.json").write_text(json.dumps({"model": "net", "subspaces": "4"}))
-    (tmp_path / "docs" / "results").mkdir(parents=True)
     template = "[[some attribution lrp aupc]]; [[some attribution lrp:shapley aupc]] {{tables some}}"
-    (tmp_path / "docs" / "results" / "template.txt").write_text(template)
-    monkeypatch.setattr(
-        "sys.argv", ["reproduction.py", "--docs", str(tmp_path / "docs"), "--add", "some", str(folder)]
-    )
-    main()
-    text = (tmp_path / "docs" / "reproduction.md").read_text()
+    text = written(template, folder, tmp_path / "docs", monkeypatch)
     assert "2.000; -0.500" in text  # the second only on the image that both have
     assert "| LRP minus | AUPC ↓ |" in text
 
@@ -109,15 +114,8 @@ def test_checks_without_maps_have_a_table_of_their_own(tmp_path, monkeypatch) ->
             file.parent.mkdir(parents=True)
             file.write_text(json.dumps([about | {"stage": stage} | found]))
     (folder / "settings.json").write_text(json.dumps({"model": "net", "subspaces": "2"}))
-    (tmp_path / "docs" / "results").mkdir(parents=True)
-    (tmp_path / "docs" / "results" / "known_concepts.json").write_text('{"scores": {}}')
     template = "[[some checks dsa stability]] {{tables some}} {{compared some:Net:ablation,stability}}"
-    (tmp_path / "docs" / "results" / "template.txt").write_text(template)
-    monkeypatch.setattr(
-        "sys.argv", ["reproduction.py", "--docs", str(tmp_path / "docs"), "--add", "some", str(folder)]
-    )
-    main()
-    text = (tmp_path / "docs" / "reproduction.md").read_text()
+    text = written(template, folder, tmp_path / "docs", monkeypatch)
     assert "0.625 ± 0.125 ###" in text  # classes have 0.5 and 0.75
     assert "| | ablation ↑ | ablation within images ↑ | stability ↑ |" in text  # no column of images
     assert "| DSA |  | 1.000 ± 0.000 | 0.625 ± 0.125 |" in text
