@@ -23,27 +23,22 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import known_concepts
 import torch
-from drsa_audit import load_network, photo_files, relevance_at, with_upper_gamma
+from drsa_audit import Network, load_network, photo_files, relevance_at, with_upper_gamma
 from drsa_audit.package_photos import foolbox_files, package_photos, random_crops
 from drsa_core import PRCA, Subspaces
 from drsa_core.plot import manipulated_map
-from drsa_core.showcases.clever_hans import auroc
 from drsa_core.showcases.double_backward import constant_weights
-from drsa_core.showcases.manipulation import (
-    Manipulation,
-    is_suspicious,
-    manipulate,
-    manipulation_score,
-    map_errors,
-)
+from drsa_core.showcases.manipulation import Manipulation, manipulate, manipulation_score
 from drsa_core.showcases.synthetic import PlantedConcepts
 from drsa_core.target import gradient_at_output
+from manipulation_measures import Outcome, report, summary
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.core import Composite
@@ -181,9 +176,13 @@ def photographs(options: argparse.Namespace) -> Iterator[Case]:
             target,
             train,
             photos,
-            lambda n, files=files: network.load([files[n % len(files)]], size),
+            partial(_loaded, network, files, size),
             bounds,
         )
+
+
+def _loaded(network: Network, files: list[Path], size: int, n: int) -> Tensor:
+    return network.load([files[n % len(files)]], size)
 
 
 def _target_files(options: argparse.Namespace, number: int) -> list[Path]:
@@ -216,19 +215,6 @@ def planted(options: argparse.Namespace) -> Iterator[Case]:
         lambda n: others[n % len(others)][None],
         bounds,
     )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Manipulated images of one class; maps (N, 2, H, W) of the first PRCA component and of the residual."""
-
-    case: Case
-    others: Tensor
-    result: Manipulation
-    before: Tensor
-    after: Tensor
-    after_larger: dict[int, Tensor]
-    trusted: Tensor
 
 
 def manipulated(case: Case, options: argparse.Namespace) -> Outcome:
@@ -265,73 +251,16 @@ def manipulated(case: Case, options: argparse.Namespace) -> Outcome:
     )
     larger = {d: PRCA(d).fit(pairs).subspaces_ for d in (4, 16)}
     return Outcome(
-        case,
+        case.target,
+        case.photos,
         others,
+        case.span,
         result,
         case.maps(case.photos, case.target, subspaces),
         case.maps(result.image, case.target, subspaces),
         {d: case.maps(result.image, case.target, larger[d])[:, :1] for d in larger},
         manipulation_score(case.maps(case.train[:64], case.target, subspaces), options.pool),
     )
-
-
-def summary(name: str, maps: Tensor, results: list[Manipulation]) -> None:
-    """One row: errors relative to the mean square of the original map, and correlations."""
-    original, target = (torch.cat([getattr(r, n) for r in results]) for n in ("original_map", "target_map"))
-    errors = map_errors(maps, original, target)
-    scale = original.square().mean((1, 2))
-    cells = []
-    for values in (errors.to_original / scale, errors.to_target / scale):
-        spread = float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
-        cells.append(f"{float(values.mean()):.2f} ± {spread:.2f}")
-    cells += [
-        f"{float(v.mean()):.2f}" for v in (errors.correlation_to_original, errors.correlation_to_target)
-    ]
-    closer = int((errors.to_original < errors.to_target).sum())
-    print(f"| {name} | " + " | ".join(cells) + f" | {closer} of {len(maps)} |")
-
-
-def report(outcomes: list[Outcome], pool: int) -> None:
-    """What the maps are closer to, whether the output was kept, and what the score tells."""
-    results = [o.result for o in outcomes]
-    before, after = (torch.cat([getattr(o, name) for o in outcomes]) for name in ("before", "after"))
-    print(
-        "\n| map | error to original | to target | correlation to original | to target | closer to original |"
-    )
-    print("|---|---|---|---|---|---|")
-    summary("untouched, whole", torch.cat([r.original_map for r in results]), results)
-    summary("untouched, PRCA-1", before[:, 0], results)
-    summary("manipulated, whole", torch.cat([r.map for r in results]), results)
-    summary("manipulated, PRCA-1", after[:, 0], results)
-    summary("manipulated, residual of PRCA-1", after[:, 1], results)
-    for d in outcomes[0].after_larger:
-        summary(f"manipulated, PRCA-{d}", torch.cat([o.after_larger[d][:, 0] for o in outcomes]), results)
-    print("(errors are relative to the mean square of the original map; ± one standard error)\n")
-
-    change = max(
-        float(((o.result.image - o.case.photos).abs() / o.case.span).amax((1, 2, 3)).max()) for o in outcomes
-    )
-    probability = [
-        torch.cat([getattr(o.result, name).softmax(1)[:, o.case.target] for o in outcomes]).mean()
-        for name in ("original_output", "output")
-    ]
-    totals = [torch.cat([getattr(r, name).sum((1, 2)) for r in results]) for name in ("original_map", "map")]
-    print(f"largest change of a pixel: {change:.3f} of the range")
-    print(f"mean probability of the class: {float(probability[0]):.3f} → {float(probability[1]):.3f}")
-    print(f"mean total relevance: {float(totals[0].mean()):.3f} → {float(totals[1].mean()):.3f}")
-    scores = [[manipulation_score(o.before, pool), manipulation_score(o.after, pool)] for o in outcomes]
-    for name, values in zip(("untouched", "manipulated"), zip(*scores, strict=True), strict=True):
-        together = torch.cat(values)
-        print(f"manipulation_score, {name}: {float(together.mean()):.2g} (up to {float(together.max()):.2g})")
-    # Within each class: what is usual differs from class to class.
-    if all(len(untouched) > 1 for untouched, _ in scores):
-        areas = [auroc(torch.cat(pair), [False] * len(pair[0]) + [True] * len(pair[1])) for pair in scores]
-        print(f"AUROC of manipulation_score, mean over classes: {sum(areas) / len(areas):.2f}")
-    flagged = [
-        sum(int(is_suspicious(pair[i], o.trusted).sum()) for pair, o in zip(scores, outcomes, strict=True))
-        for i in (0, 1)
-    ]
-    print(f"flagged of {len(before)}: {flagged[0]} untouched, {flagged[1]} manipulated images")
 
 
 def main() -> None:
@@ -385,17 +314,15 @@ def main() -> None:
         # A batch of second derivatives of a network for photographs takes gigabytes.
         options.batch = 64 if options.network == "planted" else 1
     cases = planted(options) if options.network == "planted" else photographs(options)
-    outcomes = [manipulated(case, options) for case in cases]
+    outcomes = []
+    for case in cases:
+        outcomes.append(manipulated(case, options))
     report(outcomes, options.pool)
 
     shown = outcomes[0]
-    images = (shown.case.photos, shown.result.image, shown.others)
+    photo, image, other = (case.picture(x[0]) for x in (shown.photos, shown.result.image, shown.others))
     figure = manipulated_map(
-        (
-            shown.case.picture(images[0][0]),
-            shown.case.picture(images[1][0]),
-            shown.case.picture(images[2][0]),
-        ),
+        (photo, image, other),
         shown.result.target_map[0],
         shown.before[0],
         shown.after[0],

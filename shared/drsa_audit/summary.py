@@ -67,8 +67,8 @@ def summarise_records(
         tables["many"] = _table(title, whole_of_many + many, "drsa", MANY_METRICS + extra)
     if checks := results.find(stage="checks", layer=layer, n_subspaces=k):
         title = f"K = {k} subspaces at {layer}, without maps"
-        found = tuple(m for m in CLASS_METRICS if any(s.has(m) for s in checks))
-        tables["checks"] = _table(title, checks, None, found)
+        known = tuple(m for m in CLASS_METRICS if any(s.has(m) for s in checks))
+        tables["checks"] = _table(title, checks, None, known)
     if attributions := results.find(stage="attribution"):
         tables["attribution"] = _table(
             "Attribution methods in one step (as Table D.1)", attributions, "lrp", ("aupc",)
