@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of ours, bare and Quantus")
     parser.add_argument("--only-rounds", action="store_true", help="nothing else")
     parser.add_argument("--quantus", action="store_true", help="also Quantus, side by side")
+    parser.add_argument("--keep-memory", action="store_true", help="an allocator that returns no memory")
     parser.add_argument("--in-turn", action="store_true", help="one whole run after the other, not in slices")
     parser.add_argument("--cpu", action="store_true", help="CPU seconds of one thread, not wall-clock time")
     options = parser.parse_args()
@@ -140,18 +141,19 @@ def main() -> None:
             ratio = ours / least
             print(f"| {fill} | {k} | {rows} | {ours:.2f} | {inside:.2f} | {ratio:.2f} |", flush=True)
     if options.quantus and not options.cpu and not options.in_turn:
-        in_slices(len(inputs), options.rounds)
+        in_slices(len(inputs), options.rounds, options.keep_memory)
     else:
         in_turn(network, inputs, maps[:, :1], options, clock)
 
 
-def in_slices(n_images: int, rounds: int) -> None:
+def in_slices(n_images: int, rounds: int, keep_memory: bool) -> None:
     """Whole runs of ours and of Quantus at the same time, a second or half of one each in turn.
 
-    glibc's allocator is told to keep its blocks, for all alike: else a fresh process of Quantus loses half of
-    its time to new pages of memory, and how much depends on what the process did before.
+    With `keep_memory` glibc's allocator is told to keep its blocks, for all alike. That favours Quantus: its
+    large batches else get new pages of memory in every pass.
     """
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+    if keep_memory:
+        os.environ |= {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
     pairs = [Runner(0.5, one_run, "ours", n_images), Runner(1.0, one_run, "Quantus", n_images)]
     alone = Runner(60, one_run, "bare", n_images)
     passes: list[float] = []
