@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drsa_audit import audit_steps, concepts
 from drsa_audit.work import files_digest, subspaces_digest
 from drsa_core import Subspaces
 from drsa_core.file_locks import locked
@@ -200,20 +201,18 @@ def test_names_that_are_no_text_or_long(fitted, folders, images, tmp_path) -> No
 
 def test_notes_of_what_is_kept_are_kept(folders, tmp_path, monkeypatch) -> None:
     """A second run of the same command reads what the first has found, and must say as much about it."""
-    from drsa_audit import audit_steps, fitting
-
-    learn, explain_batch = fitting.learn, audit_steps._explain_batch
+    explain_batch = audit_steps._explain_batch
 
     def noting(session, *rest):
         session.progress.note("learned with care")
         warnings.warn("the fit did not converge", UserWarning, stacklevel=2)
-        return learn(session, *rest)
+        return concepts.learn(session, *rest)
 
     def warning(*rest):
         warnings.warn("there are too few steps", UserWarning, stacklevel=2)
         explain_batch(*rest)
 
-    monkeypatch.setattr(fitting, "learn", noting)
+    monkeypatch.setattr("drsa_audit.fitting.learn", noting)
     monkeypatch.setattr(audit_steps, "_explain_batch", warning)
     out = tmp_path / "report.html"
     words = ("audit", MODEL, *INPUT, *GXI, *FIT, "--train", folders[0], "--test", folders[1], "--out", out,
