@@ -25,6 +25,8 @@ from .session import Session
 from .work import Work, read_json, write_json
 
 _KIND, _VERSION = "explained images", 1
+#: Beside what a step keeps: what there was to note about it.
+NOTES = "notes.json"
 #: Forward passes that cost about as much as one image: to collect pairs; one explanation, and each concept.
 PASSES = {"lrp": (6, 6, 2), "gxi": (4, 6, 1), "ig": (130, 160, 15), "shapley": (4000, 8000, 1000)}
 
@@ -52,7 +54,7 @@ class Explained:
     predicted : tensor of int, shape (N,)
         The largest output.
     certificate : dict
-        What adds up to what: the largest differences and the mean shares over batches.
+        What adds up to what: the largest differences over batches, and the shares of all images together.
     """
 
     names: list[str]
@@ -85,7 +87,7 @@ def collect(session: Session, inputs: Tensor, positions: int, folder: Path, forw
     estimate = forward * len(inputs) * PASSES[session.choice.backend][0]
     with (
         session.progress.step("pairs", f"Collecting pairs from {len(inputs)} images", estimate),
-        noted(session),
+        noted(session, folder / NOTES),
         one_writer(),
     ):
         return session.backend.collect(
@@ -101,7 +103,10 @@ def explain(
     once, each = PASSES[session.choice.backend][1:]
     estimate = forward * len(inputs) * (once + each * subspaces.n_subspaces)
     starts = range(0, len(inputs), session.batch_size)
-    with session.progress.step("maps", f"Explaining {len(inputs)} images", estimate), noted(session):
+    with (
+        session.progress.step("maps", f"Explaining {len(inputs)} images", estimate),
+        noted(session, folder / NOTES),
+    ):
         session.check_use(subspaces)  # maps that lie here already were made by force, perhaps
         folder.mkdir(parents=True, exist_ok=True)
         for start in session.progress.bar(starts, "batch"):
@@ -131,7 +136,7 @@ def load_explained(folder: Path, n_images: int | None = None) -> Explained:
         raise BadInput(f"{folder} is not complete; run `drsa audit` again, which goes on from there")
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     pixels = joined.pop("pixels").float() / 255
-    certificate = _joined_certificate([header["certificate"] for header in headers])
+    certificate = _joined_certificate([header["certificate"] for header in headers], parts)
     return Explained(names=names, pixels=pixels, certificate=certificate, **joined)
 
 
@@ -192,8 +197,17 @@ def flip_patches(
 
 
 @contextmanager
-def noted(session: Session) -> Iterator[None]:
-    """What the library warns about becomes a note, once; subspaces of another model are refused."""
+def noted(session: Session, file: Path | None = None) -> Iterator[None]:
+    """What the library warns about becomes a note, once; subspaces of another model are refused.
+
+    Parameters
+    ----------
+    session : Session
+    file : path, optional
+        Where all notes of a step are kept whose results are, too: a run that finds them there says the same.
+    """
+    kept = [] if file is None else repeat_notes(session, file)
+    n_before = len(session.progress.notes)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -208,6 +222,17 @@ def noted(session: Session) -> Iterator[None]:
                 continue  # the certificate says it in numbers
             if issubclass(warning.category, UserWarning):
                 session.progress.note(one_line(warning.message, 300))
+        new = session.progress.notes[n_before:]
+        if file is not None and new and file.parent.is_dir():
+            write_json(file, [*kept, *new])
+
+
+def repeat_notes(session: Session, file: Path) -> list[str]:
+    """Note again what an earlier run has noted about a step, and kept in a file."""
+    kept: list[str] = read_json(file) if file.exists() else []
+    for text in kept:
+        session.progress.note(text)
+    return kept
 
 
 def _explain_batch(
@@ -231,17 +256,42 @@ def _explain_batch(
     write_tensors(file, {k: v.contiguous() for k, v in tensors.items()}, _KIND, _VERSION, header)
 
 
-def _joined_certificate(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest of the differences, the mean of the shares, over batches."""
+def _joined_certificate(parts: list[dict[str, Any]], tensors: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The certificate of all images from those of batches, and what was stored of each batch.
+
+    The largest of the differences. Shares are those of all images together: a batch counts by its scores, or
+    by its images where the share is not one of the score. Batches may be of any size.
+    """
+    scores = [batch["score"].double() for batch in tensors]
     joined: dict[str, Any] = {}
     for name in parts[0]:
-        values = [part[name] for part in parts if part[name] is not None]
+        known = [n for n, part in enumerate(parts) if part[name] is not None]
+        values = [parts[n][name] for n in known]
+        totals = [float(scores[n].sum()) for n in known]
         if not values or isinstance(values[0], bool | str):
             joined[name] = values[0] if values else None
-        elif isinstance(values[0], int | float):
-            joined[name] = max(values) if "_to_" in name else sum(values) / len(values)
+        elif "_to_" in name:
+            joined[name] = max(values)
+        elif name == "share_of_score":
+            # Of all batches, also those whose own scores cancel and have no share.
+            sums = [float(batch["maps"].double().sum()) for batch in tensors]
+            joined[name] = _ratio(sum(sums), torch.cat(scores))
         elif isinstance(values[0], dict):
-            joined[name] = {part: sum(v[part] for v in values) / len(values) for part in values[0]}
+            of_known = torch.cat([scores[n] for n in known])
+            shares = {
+                part: _ratio(sum(v.get(part, 0.0) * t for v, t in zip(values, totals, strict=True)), of_known)
+                for part in values[0]
+            }
+            joined[name] = None if None in shares.values() else shares
+        elif isinstance(values[0], int | float):
+            sizes = [float(scores[n].abs().sum()) if name == "unaccounted" else len(scores[n]) for n in known]
+            joined[name] = sum(v * size for v, size in zip(values, sizes, strict=True)) / (sum(sizes) or 1)
         else:
             joined[name] = values[0]
     return joined
+
+
+def _ratio(part: float, scores: Tensor) -> float | None:
+    """A part over the sum of scores; None where they cancel, as in `Explanation.certificate`."""
+    total = float(scores.sum())
+    return None if abs(total) <= 1e-6 * float(scores.abs().sum()) else part / total

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,12 @@ AUTO = "auto"
 #: Numbers of concepts that "auto" tries.
 TRIED = range(2, 17)
 #: Other ways to find as many subspaces, which a good one should surpass.
-OTHERS = {"DSA": DSA, "PCA": PCA, "random": RandomSubspaces}
+OTHERS: dict[str, Callable[[int, int, Pairs], Subspaces]] = {
+    "DSA": lambda k, seed, pairs: DSA(k, random_state=seed).fit(pairs).subspaces_,
+    # `PCA(k)` is one subspace of k dimensions, and the rest: the k first components are k subspaces.
+    "PCA": lambda k, seed, pairs: Subspaces(PCA().fit(pairs).components_[:, :k], [1] * k),
+    "random": lambda k, seed, pairs: RandomSubspaces(k, random_state=seed).fit(pairs).subspaces_,
+}
 
 
 @dataclass(frozen=True)
@@ -117,24 +124,29 @@ def take_out(session: Session, inputs: Tensor, subspaces: Subspaces, pairs: Pair
     """What the score loses with each concept, against its relevance, as JSON; also for other subspaces.
 
     Others are learned from the pairs, if there are any, and compared where a context costs little (LRP and
-    gradients).
+    gradients). A correlation that is not defined, such as that of one concept within an image, is None.
     """
     target, size = session.target.output, session.batch_size
     explainer = session.backend.explainer(subspaces)
     found = concept_ablation(explainer, inputs, target, batch_size=size)
-    others = {}
+    others: dict[str, float | None] = {}
     if pairs is not None and session.choice.backend in ("lrp", "gxi"):
-        for name, kind in OTHERS.items():
-            options = {} if kind is PCA else {"random_state": session.seed}
-            other = kind(subspaces.n_subspaces, **options).fit(pairs).subspaces_
-            others[name] = concept_ablation(explainer, inputs, target, other, batch_size=size).correlation
+        for name, find in OTHERS.items():
+            other = find(subspaces.n_subspaces, session.seed, pairs)
+            of_other = concept_ablation(explainer, inputs, target, other, batch_size=size).correlation
+            others[name] = _or_none(of_other)
     return {
         "relevance": found.relevance.tolist(),
         "drop": found.drop.tolist(),
-        "correlation": found.correlation,
-        "within_images": found.correlation_within_images,
+        "correlation": _or_none(found.correlation),
+        "within_images": _or_none(found.correlation_within_images),
         "others": others,
     }
+
+
+def _or_none(value: float) -> float | None:
+    """None for NaN, which JSON does not have."""
+    return None if math.isnan(value) else value
 
 
 def _learned(found: Stability, choice: dict[str, Any] | None) -> Learned:

@@ -21,7 +21,12 @@ def one_writer() -> Iterator[None]:
         raise
 
 
+def printable(name: str) -> str:
+    """A name of a file with a sign in place of bytes that are no text: no page or JSON file can hold them."""
+    return "".join("\ufffd" if "\ud800" <= letter <= "\udfff" else letter for letter in name)
+
+
 def one_line(text: object, limit: int = 600) -> str:
     """A message on one line, cut where it is longer than a reader would follow."""
-    line = " ".join(str(text).split())
+    line = " ".join(printable(str(text)).split())
     return line if len(line) <= limit else f"{line[:limit].rstrip()}…"

@@ -178,7 +178,9 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
 
 
 def _picture(n: int, name: str) -> str:
-    return f"{n:04d}_{Path(name).stem}.png"
+    # Names of files have at most 255 bytes, also while they are written under a longer one.
+    stem = Path(name).stem.encode()[:200].decode(errors="ignore")
+    return f"{n:04d}_{stem}.png"
 
 
 @contextmanager

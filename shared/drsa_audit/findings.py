@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -171,6 +173,16 @@ def outliers(relevance: Tensor, reference: Tensor) -> list[Outlier]:
             k = int((mixture - usual).abs().argmax())
             found.append(Outlier(n, distance, k, float(mixture[k]), float(usual[k])))
     return sorted(found, key=lambda outlier: -outlier.distance)
+
+
+def is_known(number: float | None) -> TypeGuard[float]:
+    """Whether a number is there: not None, nor NaN as in files of earlier releases."""
+    return number is not None and not math.isnan(number)
+
+
+def correlation_text(value: float | None) -> str:
+    """A correlation for people."""
+    return f"{value:.2f}" if is_known(value) else "not defined"
 
 
 def half_area(maps: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from drsa_core import Pairs, Subspaces
 from torch import Tensor
 
-from .audit_steps import collect, forward_seconds, noted
+from .audit_steps import collect, forward_seconds, noted, repeat_notes
 from .concepts import Learned, learn, learning_seconds
 from .errors import BadInput
 from .folders import ImageFiles, TargetClass, find_files, find_target
@@ -146,18 +146,20 @@ def learn_class(training: Training, settings: FitSettings, pairs: Pairs) -> tupl
         "stability": settings.stability,
     }
     file, about = work.place("learned", key, ".safetensors"), work.place("learned", key, ".json")
+    notes = work.place("learned", key, ".notes.json")
     if not (file.exists() and about.exists()):
         how = (settings.subspaces, settings.balance, settings.stability)
         # The estimate costs a fit, so that it is made for those only who read it.
         seconds = _learning_seconds(pairs, *how) if session.progress.shown else None
         what = f"Learning concepts from {len(pairs)} pairs"
-        with session.progress.step("concepts", what, seconds), noted(session):
+        with session.progress.step("concepts", what, seconds), noted(session, notes):
             learned = learn(session, pairs, *how)
         about_run = metadata_of(session.network, session.target, session.name)
         learned.subspaces.with_metadata(**about_run).save(file)
         write_json(
             about, {"history": learned.history, "stability": learned.stability, "choice": learned.choice}
         )
+    repeat_notes(session, notes)  # of the run that learned them
     return Learned(Subspaces.load(file), **read_json(about)), key
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import BadInput
+from .errors import BadInput, printable
 from .images import SUFFIXES
 from .networks import Network
 
@@ -91,7 +92,8 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
             f"{folder} holds the class folders {found}, {which} is of {target.name} ({target.index}); give "
             "the folder of that class itself, or name it as in 235_german_shepherd"
         )
-    others = {label(name): files[:limit] for name, files in by_class.items() if name != own[0]}
+    labels = _labels(list(by_class))
+    others = {labels[name]: files[:limit] for name, files in by_class.items() if name != own[0]}
     return ImageFiles(by_class[own[0]][:limit], others)
 
 
@@ -108,7 +110,15 @@ def class_files(folder: Path, limit: int | None) -> dict[str, list[Path]]:
 
 def label(name: str) -> str:
     """The name of a class folder without its number: "235_german_shepherd" ↦ "german shepherd"."""
-    return re.sub(r"^\d+_", "", name).replace("_", " ") or name
+    return printable(re.sub(r"^\d+_", "", name).replace("_", " ") or name)
+
+
+def _labels(names: list[str]) -> dict[str, str]:
+    """Labels of class folders, by their names; where several have one, with the number: "517 crane"."""
+    plain = {name: label(name) for name in names}
+    shared = {text for text, n in Counter(plain.values()).items() if n > 1}
+    numbered = {name: printable(name.replace("_", " ")) for name in names}
+    return {name: numbered[name] if text in shared else text for name, text in plain.items()}
 
 
 def imagenet_names() -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import warnings
 import zlib
@@ -129,7 +130,7 @@ def to_pixels(
     interpolation : {"bicubic", "bilinear"}
     """
     how = _resampling(interpolation)
-    upright = _as_rgb(ImageOps.exif_transpose(photo))
+    upright = as_rgb(ImageOps.exif_transpose(photo))
     if resize is None:
         resized = upright.resize((size, size), how)
     else:
@@ -143,8 +144,11 @@ def to_pixels(
 def load_images(
     files: Sequence[Path], size: int, resize: int | None = None, interpolation: str = "bicubic"
 ) -> tuple[Tensor, list[str], list[str]]:
-    """Pixels (N, 3, size, size) in [0, 1], names of the files, and paths of those that cannot be read."""
-    pixels, names, unreadable, why = [], [], [], ""
+    """Pixels (N, 3, size, size) in [0, 1], names of the files, and paths of those that cannot be read.
+
+    Names are with folders where two files have the same.
+    """
+    pixels, read, unreadable, why = [], [], [], ""
     for file in files:
         try:
             pixels.append(load_photo(file, size, resize, interpolation))
@@ -153,10 +157,19 @@ def load_images(
             unreadable.append(str(file))
             why = why or f", e.g. {file}: {error}"
         else:
-            names.append(file.name)
+            read.append(file)
     if not pixels:
         raise ValueError(f"none of the {len(files)} photographs can be read{why}")
-    return torch.stack(pixels), names, unreadable
+    return torch.stack(pixels), _names(read), unreadable
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """Names that tell files apart: with their folders where two have the same."""
+    names = [file.name for file in files]
+    if len(set(names)) == len(names):
+        return names
+    common = os.path.commonpath([file.parent for file in files])
+    return [file.relative_to(common).as_posix() for file in files]
 
 
 class UnreadablePhoto(ValueError):
@@ -182,7 +195,7 @@ def _resampling(interpolation: str) -> Image.Resampling:
         raise ValueError(f"interpolation must be one of {known}, got {interpolation!r}") from error
 
 
-def _as_rgb(photo: Image.Image) -> Image.Image:
+def as_rgb(photo: Image.Image) -> Image.Image:
     """With 8 bits for each value; Pillow's own conversion would cut 16 bits off at 255."""
     if photo.mode.startswith("I;16"):
         values = np.asarray(photo).astype(np.float64) / 257

@@ -12,7 +12,7 @@ import torch
 from drsa_core.evaluation import Preprocessing
 from torch import Tensor, nn
 
-from .errors import BadInput, one_line
+from .errors import BadInput, one_line, printable
 from .images import UnreadablePhoto, load_photo
 from .networks import Network, SuitableRules, load_network, with_input
 from .progress import Progress
@@ -139,7 +139,8 @@ def read_images(
     pixels, names, unreadable = _readable(network, files)
     if unreadable:
         shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
-        progress.note(f"{len(unreadable)} of {len(files)} images cannot be read and were skipped: {shown}")
+        text = f"{len(unreadable)} of {len(files)} images cannot be read and were skipped: {shown}"
+        progress.note(printable(text))
     inputs = network.preprocessing.to_inputs(pixels).contiguous(memory_format=torch.channels_last)
     return inputs.to(device), pixels, names
 
@@ -169,7 +170,7 @@ def _readable(
         except UnreadablePhoto as error:
             unreadable.append(f"{file} ({one_line(error, 160)})")
         else:
-            names.append(file.name)
+            names.append(printable(file.name))
         if len(pixels) == limit:
             break
     if not pixels:

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from .images import as_rgb
+
 
 def class_name(index: int) -> str:
     """The first name of an ImageNet class, e.g. 471 ↦ "cannon"."""
@@ -48,7 +50,7 @@ def find_photo(name: str) -> Image.Image:
     if not Path(name).is_file():
         raise ValueError(f"{name!r} is neither a file nor a photograph of a package: {', '.join(photos)}")
     with Image.open(name) as image:
-        return image.convert("RGB")
+        return as_rgb(image)
 
 
 def random_crops(photo: Image.Image, n_crops: int, seed: int = 0) -> list[Image.Image]:

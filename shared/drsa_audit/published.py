@@ -18,8 +18,9 @@ class Transform:
     ----------
     size : int
         Height and width of the input.
-    resize : int
-        Length of the shorter side before the central square of that size is cut out.
+    resize : int or None
+        Length of the shorter side before the central square of that size is cut out. None: the whole
+        photograph is squeezed into the square.
     mean, std : sequence of float
         Inputs are (pixels − mean) / std, in the order of the network's channels.
     interpolation : str
@@ -31,16 +32,16 @@ class Transform:
     """
 
     size: int = 224
-    resize: int = 224
+    resize: int | None = 224
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
     interpolation: str = "bicubic"
     channel_order: str = "RGB"
     is_published: bool = False
 
-    def resize_for(self, size: int) -> int:
+    def resize_for(self, size: int) -> int | None:
         """The shorter side for inputs of another size, with the same share cut off."""
-        return round(size * self.resize / self.size)
+        return None if self.resize is None else round(size * self.resize / self.size)
 
 
 def is_torchvision_name(name: str) -> bool:
@@ -67,9 +68,11 @@ def published_transform(model: nn.Module, torchvision_name: str | None = None) -
         return Transform()
     size = config.get("input_size", (3, 224, 224))[1]
     how = config.get("interpolation", "bicubic")
+    crop = config.get("crop_pct", 1.0)
+    is_squeezed = config.get("crop_mode") == "squash" and crop == 1
     return Transform(
         size,
-        int(size / config.get("crop_pct", 1.0)),
+        None if is_squeezed else int(size / crop),
         tuple(config.get("mean", IMAGENET_MEAN)),
         tuple(config.get("std", IMAGENET_STD)),
         how if how in ("bicubic", "bilinear") else "bicubic",

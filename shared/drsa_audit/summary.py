@@ -130,7 +130,7 @@ def rows_of(results: Results) -> list[dict[str, Any]]:
             "dims": s.dims,
             "metric": metric,
             "mean": summary.mean,
-            "standard_error": summary.standard_error,
+            "standard_error": summary.standard_error if summary.n_classes > 1 else None,  # JSON has no NaN
             "interval_low": summary.interval[0],
             "interval_high": summary.interval[1],
             "n_classes": summary.n_classes,

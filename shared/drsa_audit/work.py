@@ -85,8 +85,9 @@ def read_json(file: Path) -> Any:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write the whole file or nothing."""
-    write_atomically(file, [json.dumps(content, indent=1, ensure_ascii=False).encode()])
+    """Write the whole file or nothing. Paths may hold bytes that are no text, for which a sign stands."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_atomically(file, [text.encode(errors="replace")])
 
 
 def check_writable(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -35,6 +36,8 @@ def write_atomically(path: str | os.PathLike[str], chunks: Iterable[bytes | memo
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(f"cannot write to {path}: it is a folder; give the name of a file in it")
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, f"cannot write to {path}: it is a pipe or a device, no file to replace")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write to {path}: there is no folder {target.parent}; make it first")
     remove_stale(target)
@@ -64,8 +67,8 @@ def remove_stale(target: Path, min_age: float = _STALE_AFTER_SECONDS) -> None:
 
     A file that its writer still holds is never removed.
     """
-    # The last part is optional: releases before 0.2 gave their temporary files no ending.
-    pattern = re.compile(re.escape(f".{target.name}.") + r"[a-z0-9_]{8}(\.tmp)?")
+    # The ending tells them from files of the user, such as a copy with a date behind its name.
+    pattern = re.compile(re.escape(f".{target.name}.") + r"[a-z0-9_]{8}\.tmp")
     for file in target.parent.iterdir():
         if pattern.fullmatch(file.name):
             with suppress(OSError):  # another one was faster, or it is not ours to remove

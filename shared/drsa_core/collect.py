@@ -221,4 +221,10 @@ def labels_of(batch: Any) -> Tensor:
     """The labels of a batch: its second entry."""
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise TypeError(f"target={LABEL!r} needs batches (inputs, labels, …), got {type(batch).__name__}")
-    return torch.as_tensor(batch[1])
+    try:
+        return torch.as_tensor(batch[1])
+    except (TypeError, ValueError, RuntimeError) as error:  # texts, None, several for an image
+        raise TypeError(
+            f"target={LABEL!r} needs labels that are numbers of outputs, one for each image, got "
+            f"{batch[1]!r:.80}"
+        ) from error

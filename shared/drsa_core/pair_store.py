@@ -160,10 +160,16 @@ class PairStore:
         return found
 
     def close(self, numbers: Iterable[int], provenance: Provenance | None) -> None:
-        """Say which batches make up this store, where their numbers have gaps, and how they were made."""
+        """Say which batches make up this store, where their numbers have gaps, and how they were made.
+
+        Files of other batches go: a writer left them that was killed before it could say that they count.
+        """
+        numbers = sorted(numbers)
+        for other in set(self._numbers()) - set(numbers):
+            self._file(other).unlink(missing_ok=True)
         if provenance is not None:
             write_json(self.folder / _PROVENANCE, provenance.as_dict())
-        write_json(self.folder / _BATCHES, sorted(numbers))
+        write_json(self.folder / _BATCHES, numbers)
 
     def _expected(self) -> list[int]:
         """Numbers of the batches that should be there: all, where the store was not closed."""

@@ -192,14 +192,17 @@ def pair_file_batch(path: str | PathLike[str]) -> str | None:
 def _check_image(image: Tensor | np.ndarray[Any, Any] | None, n_rows: int) -> Tensor:
     if image is None:
         return torch.zeros(n_rows, dtype=torch.long)
+    if isinstance(image, np.ma.MaskedArray):
+        raise TypeError("image must not be a masked array; drop the masked entries, or fill them")
     numbers = torch.as_tensor(image)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(f"image must hold integers, the numbers of the images, got {numbers.dtype}")
     if numbers.shape != (n_rows,):
         raise ValueError(f"image must have shape ({n_rows},), got {tuple(numbers.shape)}")
+    numbers = numbers.long().cpu()  # first: torch knows no minimum of unsigned numbers
     if n_rows and int(numbers.min()) < 0:
         raise ValueError(f"image must count from 0, got {int(numbers.min())}")
-    return numbers.long().cpu()
+    return numbers
 
 
 def _check_type(provenance: Provenance | None) -> Provenance | None:

@@ -104,7 +104,10 @@ def as_int_labels(labels: object, n: int, of: str, name: str = "labels") -> Tens
     """Labels as a tensor of int on the CPU, shape (n,)."""
     if isinstance(labels, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array; drop the masked entries, or fill them")
-    tensor = torch.as_tensor(labels).detach().cpu()
+    try:
+        tensor = torch.as_tensor(labels).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # texts, None, rows of different length
+        raise TypeError(f"{name} must be {n} integers, one for each {of}, got {labels!r:.80}") from error
     if tensor.is_floating_point() or tensor.is_complex() or tensor.shape != (n,):
         raise ValueError(
             f"{name} must be {n} integers, one for each {of}, got {tensor.dtype} of shape "

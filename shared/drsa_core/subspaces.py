@@ -93,7 +93,7 @@ class Subspaces:
         # eps is that of float32 for all: a basis learned in float32 may be used in float64.
         tolerance = 100 * torch.finfo(torch.float32).eps * self.n_features**0.5
         error = self.orthogonality_error
-        if error > tolerance:
+        if not error <= tolerance:  # also NaN, from products that leave the range of the dtype
             what = "dualᵀ basis" if self.dual is not None else "basisᵀ basis"
             hint = (
                 "dual must be a dual basis, e.g. torch.linalg.pinv(basis).T"
@@ -201,10 +201,10 @@ class Subspaces:
         tensor, shape (…, K, …)
             In float32 for half precision.
         """
-        if a.shape != c.shape:
-            raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
         check_floating(a, "a (activations)")
         check_floating(c, "c (contexts)")
+        if a.shape != c.shape:
+            raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
         self._check_features(a, dim)
         a, c = _widened(a).movedim(dim, -1), _widened(c).movedim(dim, -1)
         dual = self.basis if self.dual is None else self.dual

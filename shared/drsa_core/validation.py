@@ -49,7 +49,11 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 def check_floating(value: Tensor, name: str) -> None:
-    """Raise if `value` is not made of real floating-point numbers."""
+    """Raise if `value` is not a tensor of real floating-point numbers."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a torch tensor, got {type(value).__name__}; convert it with torch.as_tensor"
+        )
     if value.dtype.is_complex:
         raise TypeError(
             f"{name} must be floating point, got {value.dtype}; take .real, .imag or .abs() of it"

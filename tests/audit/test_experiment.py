@@ -119,6 +119,21 @@ def test_a_run_goes_on_where_it_ended_and_writes_tables(tmp_path, model) -> None
         experiment_on(out, model, {"layer": "other"})
 
 
+def test_tables_of_one_class_are_json(tmp_path, model) -> None:
+    classes = find_classes(random_photos(tmp_path / "data", ["001_a"], 3, 2))
+    out = tmp_path / "out"
+    jobs = [single_job("prca", [1], 0), single_job("pca", [1], 0)]
+    records = experiment_on(out, model).run("main", "features", CountingBackend(model), classes, jobs)
+    write_tables(records, out, "features", 2)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    rows = json.loads((out / "tables.json").read_text(), parse_constant=refuse)
+    assert {row["standard_error"] for row in rows} == {None}  # there is no spread over one class
+    assert "nan" not in (out / "tables.csv").read_text()
+
+
 def test_maps_of_blocks_add_up_to_those_of_their_union(model) -> None:
     backend = CountingBackend(model)
     x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

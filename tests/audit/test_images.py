@@ -14,7 +14,8 @@ pytest.importorskip("captum")
 pytest.importorskip("zennit")
 from drsa_audit import class_folders, find_classes, load_images, photo_files
 from drsa_audit.images import to_pixels
-from drsa_audit.package_photos import package_photos, random_crops
+from drsa_audit.package_photos import find_photo, package_photos, random_crops
+from drsa_audit.results import Series, on_common_images
 
 from .photos import random_photos
 
@@ -109,3 +110,28 @@ def test_a_wrong_interpolation_is_no_fault_of_the_files(tmp_path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=r"interpolation must be one of .*bicubic.*, got 'cubic'"):
         load_images([tmp_path / "a.png"], 8, interpolation="cubic")
+
+
+def test_sixteen_bits_of_a_single_photograph_are_scaled(tmp_path) -> None:
+    ramp = np.linspace(0, 65535, 32 * 32).reshape(32, 32).astype(np.uint16)
+    Image.fromarray(ramp).save(tmp_path / "16.png")
+    photo = np.asarray(find_photo(str(tmp_path / "16.png")))
+    np.testing.assert_array_equal(photo, (ramp / 257).round().astype(np.uint8)[..., None].repeat(3, 2))
+
+
+def test_photographs_of_one_name_are_told_apart(tmp_path) -> None:
+    files = []
+    for place, grey in (("a/1.png", 10), ("b/1.png", 20), ("b/2.png", 30)):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (grey,) * 3).save(tmp_path / place)
+        files.append(tmp_path / place)
+    assert load_images(files[1:], 8)[1] == ["1.png", "2.png"]
+    _, names, _ = load_images(files, 8)
+    assert names == ["a/1.png", "b/1.png", "b/2.png"]
+    # By name, one of two equal ones would stand for both.
+    images = tuple(("1_x", name) for name in names)
+    series = [
+        Series("main", "layer", method, 2, None, images, {"aupc": torch.tensor(values)}, [], 1)
+        for method, values in (("drsa", [1.0, 2.0, 3.0]), ("dsa", [1.0, 5.0, 3.0]))
+    ]
+    assert [s.values["aupc"].tolist() for s in on_common_images(*series)] == [[1, 2, 3], [1, 5, 3]]

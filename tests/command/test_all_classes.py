@@ -139,3 +139,26 @@ def test_no_class_with_concepts_is_an_error(tmp_path) -> None:
         *words, "--train-images", "1", "--positions", "1", "--subspaces", "99", "--out", tmp_path / "x"
     )
     assert "no class has concepts (class 0: " in line
+
+
+def test_two_classes_of_one_name_are_both_shown(tmp_path) -> None:
+    train = pictures(tmp_path / "train", 3, ("0_blobs", "1_bars"))
+    (train / "0_blobs").rename(train / "0_crane")
+    (train / "1_bars").rename(train / "1_crane")
+    result = succeeded(
+        "fit",
+        MODEL,
+        *INPUT,
+        "--train",
+        train,
+        "--out",
+        tmp_path / "out",
+        *WORDS,
+        "--backend",
+        "gxi",
+        "--json",
+    )
+    assert json.loads(result.stdout)["classes"] == {
+        "crane": "subspaces/0.safetensors",
+        "crane (1)": "subspaces/1.safetensors",
+    }

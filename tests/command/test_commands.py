@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from drsa_audit import audit
+from drsa_audit import audit, concepts
 from drsa_audit.audit_steps import load_explained
 from drsa_audit.record import AuditRecord
 from drsa_core import Subspaces
+from drsa_core.evaluation import concept_ablation
 from PIL import Image
 
 from tests.model_state import model_state
@@ -160,6 +161,24 @@ def test_audit_leaves_a_report_and_all_that_it_is_made_of(finished) -> None:
     explained = load_explained(finished.work / record.explained)
     subspaces = Subspaces.load(finished.work / record.subspaces)
     assert explained.maps.shape == (6, subspaces.n_subspaces, SIZE, SIZE)
+
+
+def test_concepts_are_compared_with_as_many_other_subspaces(finished, monkeypatch) -> None:
+    """`PCA(k)` has two blocks whatever k is; its correlation would be one of two parts with another."""
+    seen: list[Subspaces] = []
+
+    def recorded(explainer: Any, inputs: Any, target: int, subspaces: Any = None, **options: Any) -> Any:
+        seen.append(explainer.subspaces if subspaces is None else subspaces)
+        return concept_ablation(explainer, inputs, target, subspaces, **options)
+
+    monkeypatch.setattr(concepts, "concept_ablation", recorded)
+    out = finished.report.with_name("three.html")
+    words = ("--subspaces", 3, "--layer", "4", "--no-stability", "--no-flipping")
+    succeeded(
+        "audit", MODEL, *INPUT, "--train", finished.train, "--test", finished.test, "--target", "blobs",
+        "--out", out, *words,
+    )  # fmt: skip
+    assert [found.n_subspaces for found in seen] == [3] * 4  # DRSA, DSA, PCA, random
 
 
 def test_the_command_in_the_report_makes_it_again(finished, tmp_path) -> None:

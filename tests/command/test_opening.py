@@ -10,11 +10,12 @@ import torch
 import torchvision
 from drsa_audit import BadInput, Network
 from drsa_audit.backend_choice import choose_backend
+from drsa_audit.folders import TargetClass, find_files
 from drsa_audit.images import to_pixels
 from drsa_audit.layers import LayerInfo, inspect_layers, suggested_layer
 from drsa_audit.networks import load_network, with_input
 from drsa_audit.opening import ModelSettings, describe_preprocessing, open_network
-from drsa_audit.published import Transform
+from drsa_audit.published import Transform, published_transform
 from drsa_audit.session import find_concept_layer
 from drsa_audit.weights import find_factory
 from drsa_core.evaluation import Preprocessing
@@ -24,7 +25,7 @@ from zennit.composites import EpsilonPlus
 
 from tests.model_state import model_state
 
-from .tiny import Gated, network
+from .tiny import Gated, network, pictures
 
 
 def test_the_transform_is_the_published_one(tmp_path) -> None:
@@ -38,6 +39,35 @@ def test_the_transform_is_the_published_one(tmp_path) -> None:
     photo = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     # PIL rounds to 8 bits after resizing, before the normalisation; so does torchvision on PIL images.
     torch.testing.assert_close(found.to_input(photo), published(photo), atol=1e-5, rtol=0)
+
+
+def test_models_that_squeeze_the_whole_photograph_get_it() -> None:
+    """timm's `crop_mode="squash"`, as its own transforms do it."""
+    import timm
+
+    overlay = {"crop_mode": "squash", "crop_pct": 1.0}
+    model = timm.create_model("test_vit", pretrained=False, pretrained_cfg_overlay=overlay)
+    config = timm.data.resolve_model_data_config(model)
+    found = with_input(Network(network(), 8, Preprocessing.from_mean_std(0, 1), "", EpsilonPlus),
+                       published_transform(model))  # fmt: skip
+    assert (found.size, found.resize) == (config["input_size"][1], None)
+    pixels = (torch.rand(300, 400, 3, generator=torch.Generator().manual_seed(0)) * 255).byte()
+    photo = Image.fromarray(pixels.numpy())
+    theirs = timm.data.create_transform(**config, is_training=False)(photo)
+    # PIL rounds to 8 bits after resizing, before the normalisation; so does timm.
+    torch.testing.assert_close(found.to_input(photo), theirs, atol=1e-5, rtol=0)
+    assert published_transform(model).resize_for(64) is None
+
+
+def test_other_classes_of_one_name_are_told_apart(tmp_path) -> None:
+    folder = pictures(tmp_path / "test", 2, ("134_crane", "517_crane", "9_ostrich", "8_hen"))
+    found = find_files(folder, TargetClass(9, 9, "ostrich"))
+    assert {name: files[0].parent.name for name, files in found.others.items()} == {
+        "134 crane": "134_crane",
+        "517 crane": "517_crane",
+        "hen": "8_hen",
+    }
+    assert list(find_files(folder, TargetClass(134, 134, "crane")).others) == ["517 crane", "hen", "ostrich"]
 
 
 def test_the_library_of_a_name_can_be_said(tmp_path) -> None:

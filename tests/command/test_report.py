@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from drsa_audit.audit_steps import Explained, load_explained
+from drsa_audit.audit_steps import Explained, _joined_certificate, load_explained
 from drsa_audit.record import AuditRecord
 from drsa_audit.report import make_verdict, render
 from drsa_audit.report.charts import Line, line_chart
@@ -185,6 +187,79 @@ def test_charts_say_what_they_show() -> None:
     assert "&lt;a&gt;" in text
     assert text.count("<polyline") == 2
     assert line_chart([Line("flat", [0], [0], "one")], "x", "y", "flat")  # one point has no extent
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-13, 1e-6, 1.0, 1e20])
+def test_charts_have_any_scale(scale: float) -> None:
+    text = line_chart([Line("a", [0, 1], [0.0, 3.0 * scale], "one")], "x", "y", "a")
+    # The line goes from corner to corner, and the highest tick is the end of the line.
+    assert re.findall(r'points="([^"]*)"', text) == ["54.0,218.0 446.0,14.0"]
+    assert f">{3 * scale:g}</text>" in text
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_the_page_knows_relevance_of_any_scale(parts, scale: float) -> None:
+    record, explained, subspaces = parts
+    scaled = replace(explained, relevance=explained.relevance * scale, maps=explained.maps * scale)
+    text = render(record, scaled, subspaces)
+    found = json.loads(re.findall(r'id="data">(.*)</script>', text)[0])["images"]
+    shown = torch.tensor([image["relevance"] for image in found], dtype=torch.float64)
+    # Six digits are kept.
+    torch.testing.assert_close(shown, scaled.relevance.double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("unknown", [None, float("nan")])
+def test_a_correlation_that_is_not_defined_is_no_number(parts, unknown: float | None) -> None:
+    record, explained, subspaces = parts
+    ablation = {**(record.ablation or {}), "correlation": unknown, "others": {"PCA": unknown, "DSA": 0.5}}
+    changed = replace(record, ablation=ablation)
+    verdict = make_verdict(changed, explained)
+    assert not any(fact.startswith("Effect") for fact in verdict.facts)
+    assert not any("another effect" in caution.text for caution in verdict.cautions)
+    text = render(changed, explained, subspaces)
+    assert "Correlation not defined; for comparison PCA not defined, DSA 0.50." in text
+
+
+def test_a_concept_without_positive_maps_has_no_area(parts) -> None:
+    record, explained, subspaces = parts
+    maps = explained.maps.clone()
+    maps[:, 1] = -maps[:, 1].abs()
+    text = render(record, replace(explained, maps=maps), subspaces)
+    assert text.count("<dt>Half of it lies on</dt>") == 1
+    assert not re.search(r"\bnan\b", text.split("<script")[0])
+
+
+def certificate(share: float | None, kept: float | None, zero: float) -> dict[str, Any]:
+    return {
+        "is_complete": True,
+        "maps_to_layer": zero,
+        "share_of_score": share,
+        "kept": None if kept is None else {"bias": kept},
+        "unaccounted": zero,
+        "on_zero_activations": zero,
+        "around_the_layer": None,
+    }
+
+
+def test_shares_of_all_images_do_not_depend_on_the_batches() -> None:
+    """A batch of four images with large scores, and one of a single image with a small one."""
+    batches = [
+        {"score": torch.tensor([10.0, 10, 10, 10]), "maps": torch.full((4, 1, 1, 1), 9.0)},
+        {"score": torch.tensor([0.5]), "maps": torch.full((1, 1, 1, 1), 2.5)},
+    ]
+    joined = _joined_certificate([certificate(0.9, 0.1, 0.0), certificate(5.0, -4.0, 0.5)], batches)
+    assert joined["share_of_score"] == pytest.approx((4 * 9 + 2.5) / 40.5)
+    assert joined["kept"]["bias"] == pytest.approx((4 * 1 - 2.0) / 40.5)
+    assert joined["unaccounted"] == pytest.approx(0.5 * 0.5 / 40.5)
+    assert joined["on_zero_activations"] == pytest.approx(0.5 / 5)
+    assert (joined["maps_to_layer"], joined["is_complete"], joined["around_the_layer"]) == (0.5, True, None)
+    # Scores that cancel in a batch have no share there, but count in the whole; those that cancel have none.
+    batches[1] = {"score": torch.tensor([0.5, -0.5]), "maps": torch.full((2, 1, 1, 1), 1.25)}
+    joined = _joined_certificate([certificate(0.9, 0.1, 0.0), certificate(None, None, 0.5)], batches)
+    assert joined["share_of_score"] == pytest.approx((4 * 9 + 2.5) / 40)
+    batches[1]["score"] = torch.tensor([-20.0, -20.0])
+    joined = _joined_certificate([certificate(0.9, 0.1, 0.0), certificate(-0.1, 1.1, 0.5)], batches)
+    assert joined["share_of_score"] is joined["kept"] is None
 
 
 def test_colours_are_different() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
+import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from drsa_audit import audit_steps, concepts
 from drsa_audit.work import files_digest, subspaces_digest
 from drsa_core import Subspaces
 from drsa_core.file_locks import locked
@@ -165,3 +169,73 @@ def test_a_second_job_in_the_same_work_folder_is_refused_in_one_line(folders, tm
 def test_a_file_that_may_not_be_read_has_a_digest(tmp_path) -> None:
     (tmp_path / "folder.png").mkdir()  # no file at all: reading it fails for every user
     assert files_digest([tmp_path / "folder.png"]) == files_digest([tmp_path / "nothing.png"])
+
+
+def test_names_that_are_no_text_or_long(fitted, folders, images, tmp_path) -> None:
+    first, second, *_ = sorted(images.iterdir())
+    os.rename(first, os.fsencode(images) + b"/00_caf\xe9.png")  # Latin-1, as archives of Windows have it
+    second.rename(images / f"01_{'鳥' * 80}.png")  # 247 bytes, of which a system takes 255
+    explain(fitted, images, tmp_path / "maps")
+    rows = table(tmp_path / "maps")
+    assert [row["image"] for row in rows[:2]] == ["00_caf\ufffd.png", f"01_{'鳥' * 80}.png"]
+    drawn = sorted(file.name for file in (tmp_path / "maps").glob("*.png"))
+    assert len(drawn) == 5
+    assert drawn[0] == "0000_00_caf\ufffd.png"
+    assert drawn[1].startswith("0001_01_鳥鳥")
+    out = tmp_path / "report.html"
+    words = (
+        *GXI,
+        *FIT,
+        "--train",
+        folders[0],
+        "--test",
+        images,
+        "--no-flipping",
+        "--no-ablation",
+        "--out",
+        out,
+    )
+    succeeded("audit", MODEL, *INPUT, *words)
+    assert "00_caf\ufffd.png" in out.read_text(encoding="utf-8")
+
+
+def test_notes_of_what_is_kept_are_kept(folders, tmp_path, monkeypatch) -> None:
+    """A second run of the same command reads what the first has found, and must say as much about it."""
+    explain_batch = audit_steps._explain_batch
+
+    def noting(session, *rest):
+        session.progress.note("learned with care")
+        warnings.warn("the fit did not converge", UserWarning, stacklevel=2)
+        return concepts.learn(session, *rest)
+
+    def warning(*rest):
+        warnings.warn("there are too few steps", UserWarning, stacklevel=2)
+        explain_batch(*rest)
+
+    monkeypatch.setattr("drsa_audit.fitting.learn", noting)
+    monkeypatch.setattr(audit_steps, "_explain_batch", warning)
+    out = tmp_path / "report.html"
+    words = ("audit", MODEL, *INPUT, *GXI, *FIT, "--train", folders[0], "--test", folders[1], "--out", out,
+             "--no-flipping", "--no-ablation", "--json")  # fmt: skip
+    first = json.loads(succeeded(*words).stdout)["be_careful"]
+    monkeypatch.undo()
+    for text in ("learned with care", "the fit did not converge", "there are too few steps"):
+        assert first.count(text) == 1
+    assert json.loads(succeeded(*words).stdout)["be_careful"] == first
+    assert "there are too few steps" in out.read_text()
+
+
+def test_one_concept_is_evaluated_in_json(folders, images, tmp_path) -> None:
+    concepts = tmp_path / "one.safetensors"
+    fit = ("--layer", "4", "--target", "0", "--subspaces", 1, "--no-stability")
+    succeeded("fit", MODEL, *INPUT, *GXI, "--train", folders[0], "--out", concepts, *fit)
+    out = tmp_path / "evaluation.json"
+    words = ("evaluate", MODEL, *INPUT, *GXI, "--subspaces", concepts, "--test", images, "--out", out)
+    succeeded(*words)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(out.read_text(), parse_constant=refuse)["ablation"]
+    assert found["within_images"] is None  # nothing is left of one concept without its mean
+    assert -1 <= found["correlation"] <= 1

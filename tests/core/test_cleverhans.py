@@ -105,6 +105,14 @@ def test_spray_features_are_pooled_rectified_and_normalised() -> None:
     assert not features[1].any()  # no relevance, and no NaN
 
 
+def test_spray_sees_the_edge_of_maps_that_its_squares_do_not_divide() -> None:
+    maps = torch.zeros(1, 5, 5)
+    maps[0, :, 4] = 3.0  # squares of 2 × 1, 2 × 1 and 1 × 1 pixels: sums 6, 6, 3
+    maps[0, 4, 0] = 6.0
+    expected = torch.tensor([0, 0, 6, 0, 0, 6, 6, 0, 3]).double()
+    torch.testing.assert_close(SpRAy(pool=2).features(maps)[0], expected / expected.norm())
+
+
 def test_spray_finds_the_clusters_that_scikit_learn_finds() -> None:
     maps = blobs(30, 0)
     spray = SpRAy(2, pool=4, random_state=0).fit(maps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -230,3 +231,15 @@ def test_numbers_of_numpy(pairs) -> None:
 def test_what_is_not_a_number(parameters: dict[str, Any], message: str, pairs) -> None:
     with pytest.raises(ValueError, match=message):
         DRSA(**parameters).fit(pairs)
+
+
+def test_a_stream_does_not_claim_the_seed_of_its_first_batch(pairs) -> None:
+    first = pairs.with_provenance(replace(PROVENANCE, positions=5, random_state=0))
+    second = pairs.with_provenance(replace(PROVENANCE, positions=5, random_state=1, skip_tokens=1))
+    whole = PRCA(2).fit(Pairs.concatenate([first, second])).subspaces_
+    for order in ([first, second], [second, first]):
+        stream = PRCA(2)
+        for part in order:
+            stream.partial_fit(part)
+        assert stream.subspaces_.provenance == whole.provenance
+        assert whole.provenance == replace(PROVENANCE, positions=5, random_state=None, skip_tokens=None)

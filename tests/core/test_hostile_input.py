@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drsa_core import netdissect_subspaces, plot
+from drsa_core import Pairs, concept_vectors, netdissect_subspaces, plot
+from drsa_core.collect import labels_of
 from drsa_core.evaluation import (
     bootstrap_interval,
     class_means,
@@ -237,6 +238,7 @@ def test_refused(name: str) -> None:
         lambda: match_concepts(torch.rand(4, 2), MASKED),
         lambda: train_last_layer(torch.rand(4, 2), MASKED, 2),
         lambda: poison(torch.rand(4, 1, 1, 1), MASKED, [torch.neg], 0.5, 0),
+        lambda: Pairs(torch.rand(4, 2), torch.rand(4, 2), MASKED),
         lambda: patch_flipping(
             lambda x: x.flatten(1), torch.rand(4, 1, 4, 4), torch.rand(4, 1, 4, 4), MASKED, (0.0, 1.0)
         ),
@@ -264,7 +266,36 @@ def test_damaged_tallies_are_named(tally: str, message: str, tmp_path) -> None:
         netdissect_subspaces(path, torch.rand(3, 2), torch.rand(3, 2))
 
 
+def test_a_tally_from_a_spreadsheet_is_read_as_utf_8(tmp_path) -> None:
+    path = tmp_path / "tally.csv"
+    path.write_bytes("\ufeffunit,label\n1,Bäume\n2,空\n".encode())  # with a mark in front
+    found = netdissect_subspaces(path, torch.ones(3, 2), torch.tensor([[2.0, 1.0]]).repeat(3, 1), 2)
+    assert found.names == ("Bäume", "空")
+
+
+@pytest.mark.parametrize("labels", [["cat", "dog"], [None, None], [[0], [0, 1]]], ids=str)
+def test_labels_that_are_no_numbers(labels: Any) -> None:
+    with pytest.raises(TypeError, match="labels must be 2 integers, one for each row of relevance"):
+        match_concepts(torch.rand(2, 2), labels)
+    with pytest.raises(TypeError, match="needs labels that are numbers of outputs, one for each image"):
+        labels_of((torch.rand(2, 3), labels))
+
+
+@pytest.mark.parametrize("weight_decay", [math.nan, -1.0, math.inf, True])
+def test_weight_decays_that_are_none(weight_decay: float) -> None:
+    with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
+        concept_vectors(torch.rand(4, 2), [0, 1, 0, 1], weight_decay)
+
+
 # ---------------------------------------------------------------------- numbers of NumPy, and 0-d ones
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.int16])
+def test_unsigned_numbers_of_images_and_classes(dtype: Any) -> None:
+    numbers = np.array([0, 1, 1, 0], dtype=dtype)
+    assert Pairs(torch.rand(4, 2), torch.rand(4, 2), numbers).image.tolist() == [0, 1, 1, 0]
+    assert confusion_matrix(numbers, numbers, 2).tolist() == [[2, 0], [0, 2]]  # type: ignore[arg-type]
+    assert match_concepts(torch.rand(4, 2), numbers).classes == (0, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("whole", [np.int64, np.array, torch.tensor])

@@ -200,6 +200,14 @@ def test_score_is_the_cancelled_share() -> None:
     assert float(manipulation_score(maps, pool=2)) == 0
 
 
+def test_what_cancels_at_the_edge_counts() -> None:
+    maps = torch.zeros(1, 2, 5, 5)
+    maps[0, :, 4, 4] = torch.tensor([3.0, -3.0])  # in a square of one pixel
+    assert float(manipulation_score(maps, pool=2)) == 1
+    maps[0, 0, :2, :2] = 0.5  # as much as 2 that agree: 1 − 2 / (2 + 3 + 3)
+    assert float(manipulation_score(maps, pool=2)) == pytest.approx(0.75)
+
+
 def test_suspicion() -> None:
     trusted = torch.linspace(0, 1, 101)
     assert is_suspicious(torch.tensor([0.94, 0.96]), trusted).tolist() == [False, True]

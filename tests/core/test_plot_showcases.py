@@ -10,7 +10,7 @@ from drsa_core.showcases.matching import match_concepts
 
 pytest.importorskip("matplotlib")
 
-from drsa_core.plot import confusion_matrices, relevance_boxes, relevance_scatter, roc_curves
+from drsa_core.plot import confusion_matrices, manipulated_map, relevance_boxes, relevance_scatter, roc_curves
 
 LABELS = torch.tensor([0, 1, 2]).repeat(10)
 RELEVANCE = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
@@ -70,3 +70,12 @@ def test_scatter_has_one_cloud_for_each_class() -> None:
     assert labels == ["R of S4", "R of S1", "R of S2"]
     with pytest.raises(ValueError, match="three numbers below K = 4"):
         relevance_scatter(RELEVANCE, LABELS, (0, 1, 4))
+
+
+def test_squares_of_a_manipulated_map_reach_the_edge() -> None:
+    maps = torch.arange(50.0).reshape(2, 5, 5)
+    figure = manipulated_map((torch.rand(3, 5, 5),) * 3, maps[0], maps, maps, pool=2)
+    shown = np.asarray(figure.axes[2].images[0].get_array())  # the first component of the original
+    assert shown.shape == (3, 3)
+    assert shown[2, 2] == 24  # the corner by itself
+    assert shown[2, 0] == (20 + 21) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from html.parser import HTMLParser
 
@@ -87,6 +88,15 @@ def test_a_sentence_for_each_concept_and_one_for_the_sum() -> None:
     headings = [text for text in texts if text.startswith("b ")]
     assert f"R = {float(values[1].sum()):.3g}" in headings[0]
     assert plot.concept_text(TOKENS, values, whole=False).axes[0].texts[0].get_text().startswith("S1")
+
+
+def test_dollars_are_no_formulas() -> None:
+    tokens = ["pay", "$$", "or", "$x_$"]
+    figure = plot.concept_text(tokens, torch.ones(1, 4), ["5 $ or 6 $"], title="$\\oops$")
+    figure.savefig(io.BytesIO())  # formulas are read when they are drawn
+    shown = [text for text in figure.axes[0].texts if "$" in text.get_text()]
+    assert len(shown) == 1 + 2 * 2 + 1  # the title, both tokens for the sum and the concept, its heading
+    assert not any(text.get_parse_math() for text in shown)
 
 
 def test_one_symmetric_scale_for_all_concepts() -> None:

@@ -113,6 +113,16 @@ def test_bootstrap_over_classes_sees_their_spread() -> None:
     assert bootstrap_interval(values, classes, resample_classes=True) == (0, 10)
 
 
+def test_a_class_that_is_drawn_twice_has_its_instances_drawn_twice() -> None:
+    values, classes = [-1.0, 1.0] * 32, [k for k in range(4) for _ in range(16)]
+    # No spread over classes: a resample is the mean of 64 draws of ±1, with a deviation of 1/8, whether the
+    # classes are drawn or not. Draws shared by the places of a class would make it √1.75 times as wide, 0.32.
+    for resample_classes in (False, True):
+        low, high = bootstrap_interval(values, classes, resample_classes=resample_classes)
+        assert -low == pytest.approx(1.96 / 8, abs=1 / 32)  # means are multiples of 1/32
+        assert high == pytest.approx(1.96 / 8, abs=1 / 32)
+
+
 def test_delta_aupc_ranks_the_classes() -> None:
     gains = delta_aupc([5.0, 7, 4, 4], [4.0, 6, 1, 2], ["cat", "cat", "zebra", "zebra"])
     assert gains == {"zebra": 2.5, "cat": 1.0}

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from drsa_core import DRSA, ChoiceOfK, Pairs, choose_k, stability
+from drsa_core import DRSA, DSA, PRCA, ChoiceOfK, Pairs, choose_k, stability
 from drsa_core.plot import choice_of_k
 from drsa_core.solvers.agreement import correlations, match
 from drsa_core.solvers.objective import Objective
@@ -188,6 +188,13 @@ def test_figure_shows_the_choice(choice: ChoiceOfK) -> None:
     assert sorted(begins.count(place) for place in set(begins)) == [1, 2]
 
 
+def test_more_concepts_than_features_are_not_tried() -> None:
+    pairs = planted(2)
+    few = Pairs(pairs.a[:, :3], pairs.c[:, :3], pairs.image)
+    found = choose_k(few, n_bootstraps=2, patience=None, progress=False)  # 2 to 16 by default
+    assert [candidate.n_subspaces for candidate in found.candidates] == [2, 3]
+
+
 def test_bad_input_is_named() -> None:
     pairs = planted()
     with pytest.raises(ValueError, match=r"at least 5, got 1; give Pairs\(a, c, image\)"):
@@ -198,6 +205,8 @@ def test_bad_input_is_named() -> None:
         stability(pairs, 2, n_bootstraps=1, n_starts=0)
     with pytest.raises(ValueError, match="at least one K"):
         choose_k(pairs, [])
+    with pytest.raises(ValueError, match="no K of n_subspaces is at most D = 12"):
+        choose_k(pairs, [13, 14])
     with pytest.raises(ValueError, match="n_subspaces must be at most D = 12, got 13"):
         stability(pairs, 13)
     with pytest.raises(ValueError, match="no pair has positive relevance"):
@@ -206,3 +215,8 @@ def test_bad_input_is_named() -> None:
         stability(pairs, 2, margin=-0.5)
     with pytest.raises(ValueError, match="threshold"):
         stability(pairs, 2, threshold=1.5)
+    # Both were repeated as DRSA, or not at all.
+    with pytest.raises(TypeError, match=r"must be a DRSA, got DSA, which ignores contexts"):
+        stability(pairs, 2, solver=DSA())
+    with pytest.raises(TypeError, match="must be a DRSA, whose parameters are used, got PRCA"):
+        choose_k(pairs, [2], solver=PRCA(2))  # type: ignore[arg-type]

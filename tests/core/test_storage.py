@@ -189,13 +189,14 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path) -> None:
         os.utime(file, (then, then))
         return file
 
-    stale = [leftover(".s.safetensors.0123abcd.tmp", 4000), leftover(".s.safetensors.a_b1c2d3", 4000)]
+    stale = [leftover(".s.safetensors.0123abcd.tmp", 4000), leftover(".s.safetensors.a_b1c2d3.tmp", 4000)]
     kept = [
         leftover(".s.safetensors.00000000.tmp", 60),  # perhaps not locked yet
         leftover(".s.safetensors.11111111.tmp", 4000),  # of a writer at work
         leftover(".t.safetensors.0123abcd.tmp", 4000),  # of another file
         leftover("s.safetensors.0123abcd.tmp", 4000),
         leftover(".s.safetensors.backup", 4000),
+        leftover(".s.safetensors.20261118", 4000),  # of the user, with a date
     ]
     descriptor = os.open(kept[1], os.O_RDWR)
     try:
@@ -207,6 +208,16 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path) -> None:
     assert all(file.exists() for file in kept)
     save(tmp_path / "s.safetensors")
     assert not kept[1].exists()  # its writer is gone
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="it is a pipe or a device"):
+        save(pipe)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,6 +198,7 @@ def test_precision_and_device() -> None:
         (lambda: Subspaces(torch.ones(3), [3]), "basis must have shape"),
         (lambda: Subspaces(torch.eye(2), [1, 1], names=["x", "x"]), "2 different strings"),
         (lambda: Subspaces(torch.eye(2) * float("nan"), [2]), r"NaN or Inf values, .* \(0, 0\)"),
+        (lambda: Subspaces(torch.tensor([[1e30, 1e30], [1e30, -1e30]]), [1, 1]), "but is off by nan"),
         (lambda: Subspaces(torch.eye(2), [2], dual=torch.eye(3)), r"basis' shape \(2, 2\), got \(3, 3\)"),
         (lambda: Subspaces(torch.eye(2), [2], dual=torch.ones(2, 2)), "must be a dual basis"),
         (lambda: Subspaces(torch.eye(2), [2]).project(torch.ones(1, 3), 0), "expected 2 features"),
@@ -213,6 +215,11 @@ def test_wrong_types_are_named() -> None:
         Subspaces([[1.0]], [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"floating point, got torch\.int64"):
         Subspaces(torch.eye(2, dtype=torch.long), [2])
+    array: Any = np.ones((1, 2), dtype=np.float32)
+    with pytest.raises(TypeError, match=r"a \(activations\) must be a torch tensor, got ndarray"):
+        Subspaces(torch.eye(2), [2]).relevance(array, array)
+    with pytest.raises(TypeError, match="t must be a torch tensor, got ndarray"):
+        Subspaces(torch.eye(2), [2]).project(array, 0)
     with pytest.raises(TypeError, match="JSON-serialisable"):
         Subspaces(torch.eye(2), [2], metadata={"layer": object()})
 

@@ -223,6 +223,21 @@ def test_batches_that_were_made_anew_are_learned_from_anew(tmp_path) -> None:
         assert torch.equal(again.subspaces(label).basis, PRCA(2).fit(pairs).subspaces_.basis)
 
 
+def test_what_a_killed_run_left_of_other_labels_is_not_learned_from(tmp_path) -> None:
+    x, labels = photographs().dataset.tensors  # type: ignore[attr-defined]
+    other = (labels + 1) % 4
+    other[:3], other[6:] = labels[:3], labels[6:]
+    run(tmp_path / "killed", loader=DataLoader(TensorDataset(x, other), 3))
+    # As if the run had been killed before the second batch was in the journal.
+    (tmp_path / "killed" / "batches" / "000001.json").unlink()
+    again, _ = run(tmp_path / "killed")
+    whole, _ = run(tmp_path / "whole")
+    assert set(other[3:6].tolist()) - set(labels[3:6].tolist())  # there is a class with a file too many
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    for label in whole.classes:
+        assert torch.equal(again.subspaces(label).basis, whole.subspaces(label).basis)
+
+
 class OwnSolver:
     """One without `get_params`, whose `repr` holds its address."""
 

@@ -29,6 +29,7 @@ def evaluate(**given: Any) -> None:
         --out evaluation.json
     """  # fmt: skip
     from ..explaining import ExplainSettings, run_evaluate
+    from ..findings import correlation_text
 
     as_json, progress = given.pop("as_json"), options.make_progress(given.pop("quiet"))
     result = run_evaluate(ExplainSettings(**given), progress)
@@ -36,7 +37,7 @@ def evaluate(**given: Any) -> None:
     lines = [
         "area under the flipping curve (lower is better): "
         + ", ".join(f"{name} {curve['aupc']:.3g}" for name, curve in curves.items()),
-        f"correlation of relevance and effect: {result['ablation']['correlation']:.2f}",
+        f"correlation of relevance and effect: {correlation_text(result['ablation']['correlation'])}",
         f"wrote {given['out']}",
     ]
     options.show(result, as_json, lines, progress)

@@ -76,7 +76,11 @@ def fit(**given: Any) -> None:
 
 
 def _show_all(index: ClassIndex, as_json: bool, progress: Progress) -> None:
-    classes = {entry.get("name", str(label)): entry["file"] for label, entry in index.classes.items()}
+    classes: dict[str, str] = {}
+    for label, entry in index.classes.items():
+        name = entry.get("name", str(label))
+        # Different classes may have one name, as two of ImageNet's do.
+        classes[f"{name} ({label})" if name in classes else name] = entry["file"]
     result = {
         "folder": str(index.folder),
         "classes": classes,

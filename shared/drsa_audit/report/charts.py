@@ -128,5 +128,6 @@ def _ticks(values: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [round(i * step, 12) for i in range(first, last + 1)]
+    # To twelve digits of their own, however small the numbers are.
+    ticks = [float(f"{i * step:.12g}") for i in range(first, last + 1)]
     return (ticks[0], ticks[-1]), ticks

@@ -14,7 +14,7 @@ from drsa_core.atomic_files import write_atomically
 from markupsafe import Markup, escape
 
 from ..audit_steps import Explained, load_explained
-from ..findings import half_area, mixtures
+from ..findings import correlation_text, half_area, mixtures
 from ..progress import duration
 from ..record import AuditRecord
 from ..work import check_out
@@ -45,7 +45,7 @@ def write_report(folder: Path, out: Path) -> Path:
     record = AuditRecord.load(folder)
     explained = load_explained(folder / record.explained)
     subspaces = Subspaces.load(folder / record.subspaces)
-    write_atomically(out, [render(record, explained, subspaces).encode()])
+    write_atomically(out, [render(record, explained, subspaces).encode(errors="replace")])
     return out
 
 
@@ -61,6 +61,7 @@ def render(record: AuditRecord, explained: Explained, subspaces: Subspaces) -> s
         lstrip_blocks=True,
     )
     environment.filters["duration"] = duration
+    environment.filters["correlation"] = correlation_text
     names = list(subspaces.names)
     environment.filters["named"] = lambda text: _with_names(text, names)
     verdict = make_verdict(record, explained)
@@ -212,7 +213,7 @@ def _charts(record: AuditRecord, colours: list[str]) -> dict[str, Markup]:
             "relevance R of the concept",
             "drop of the score without it",
             f"Relevance of a concept against the drop of the score without it: correlation "
-            f"{found['correlation']:.2f}.",
+            f"{correlation_text(found['correlation'])}.",
         )
     if record.choice_of_k:
         charts |= choice_charts(record.choice_of_k)
@@ -261,7 +262,8 @@ def _data(record: AuditRecord, explained: Explained, names: list[str]) -> dict[s
         images.append(
             {
                 "maps": packed(small[n], limit),
-                "relevance": [round(value, 6) for value in explained.relevance[n].tolist()],
+                # To six digits of their own: scores may be of any scale.
+                "relevance": [float(f"{value:.6g}") for value in explained.relevance[n].tolist()],
                 "shares": [round(value, 4) for value in mixtures(explained.relevance[n : n + 1])[0].tolist()],
                 "score": float(explained.score[n]),
                 "rank": int(explained.rank[n]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..audit_steps import Explained
-from ..findings import Outlier, TwoGroups, outliers, share_against, shares, two_groups
+from ..findings import Outlier, TwoGroups, is_known, outliers, share_against, shares, two_groups
 from ..record import AuditRecord
 
 #: Fewer images than these are few.
@@ -123,7 +123,7 @@ def _coverage_facts(certificate: dict[str, Any]) -> list[str]:
 
 def _effect_facts(record: AuditRecord) -> list[str]:
     facts = []
-    if record.ablation:
+    if record.ablation and is_known(record.ablation["correlation"]):
         facts.append(
             "Effect: a concept's relevance and what the score loses without the concept correlate with "
             f"{record.ablation['correlation']:.2f} (1 would be perfect)."
@@ -199,7 +199,8 @@ def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[C
             [f"{name} ({part:.0%})" for name, part in kept.items()] or ["biases and stabilisers"]
         )
         found.append(Caution(f"The maps add up to {share:.0%} of the score: {listed} hold the difference."))
-    if record.ablation and record.ablation["correlation"] < 0.5:
+    effect = record.ablation["correlation"] if record.ablation else None
+    if is_known(effect) and effect < 0.5:
         found.append(
             Caution("Taking concepts out of the network has another effect than their relevance says.")
         )

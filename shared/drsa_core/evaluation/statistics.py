@@ -113,13 +113,15 @@ def bootstrap_interval(
     level, n_resamples = as_float(level, "level"), as_int(n_resamples, "n_resamples", 1)
     generator = np.random.default_rng(as_seed(random_state))
     groups = list(_by_class(values, classes).values())
-    resampled = np.stack(
-        [group[generator.integers(len(group), size=(n_resamples, len(group)))].mean(1) for group in groups],
-        axis=1,
-    )
+    resampled = np.empty((n_resamples, len(groups)))
+    # Which class stands in each place of each resample.
+    drawn = np.broadcast_to(np.arange(len(groups)), resampled.shape)
     if resample_classes:
         drawn = generator.integers(len(groups), size=resampled.shape)
-        resampled = np.take_along_axis(resampled, drawn, axis=1)
+    for k, group in enumerate(groups):
+        # Instances are drawn anew for each place: a class that is drawn twice is not the same sample twice.
+        places = drawn == k
+        resampled[places] = group[generator.integers(len(group), size=(places.sum(), len(group)))].mean(1)
     low, high = np.quantile(resampled.mean(1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

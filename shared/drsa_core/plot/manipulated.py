@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..parameters import as_int
 from ..validation import check_finite
+from .style import pooled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,14 +52,14 @@ def manipulated_map(
     figure = Figure(figsize=(9.2, 7.2), layout="constrained")
     axes = figure.subplots(3, 4)
     shown = [[maps.sum(0), maps[0], maps[1]] for maps in (original, manipulated)]
-    pooled = [[_pooled(part, pool) for part in row] for row in (*shown, [target_map])]
+    parts = [[pooled(part.detach().cpu(), pool) for part in row] for row in (*shown, [target_map])]
     # One scale for all: a part can be compared with the whole.
-    limit = max(max(float(part.abs().flatten().quantile(0.995)) for part in row) for row in pooled)
+    limit = max(max(float(part.abs().flatten().quantile(0.995)) for part in row) for row in parts)
     titles = ("original", "manipulated", "target image")
     for row, (image, title) in enumerate(zip(images, titles, strict=True)):
         axes[row, 0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
         axes[row, 0].set_title(title)
-        for column, part in enumerate(pooled[row], start=1):
+        for column, part in enumerate(parts[row], start=1):
             axes[row, column].imshow(
                 part.numpy(), cmap="seismic", vmin=-max(limit, 1e-30), vmax=max(limit, 1e-30)
             )
@@ -73,7 +73,3 @@ def manipulated_map(
     for axis in axes.flat:
         axis.set_axis_off()
     return figure
-
-
-def _pooled(part: Tensor, pool: int) -> Tensor:
-    return torch.nn.functional.avg_pool2d(part.detach().cpu()[None, None], pool)[0, 0]

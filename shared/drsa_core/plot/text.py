@@ -79,12 +79,14 @@ def concept_text(
     axis.set_xlim(0, figure_width)
     axis.set_ylim(figure_height, 0)
     axis.set_axis_off()
-    letters: dict[str, Any] = {"family": "monospace", "fontsize": size, "va": "center"}
+    # Texts are shown as they are: between two dollars, matplotlib would read formulas.
+    as_is: dict[str, Any] = {"va": "center", "parse_math": False}
+    letters: dict[str, Any] = {"family": "monospace", "fontsize": size, **as_is}
     if title:
-        axis.text(0.2, 0.24, title, fontsize=11, va="center")
+        axis.text(0.2, 0.24, title, fontsize=11, **as_is)
     top = head
     for heading, values in rows:
-        axis.text(0.2, top + 0.12, heading, fontsize=9.5, va="center", color="0.25", weight="bold")
+        axis.text(0.2, top + 0.12, heading, fontsize=9.5, color="0.25", weight="bold", **as_is)
         for number_of_line, line in enumerate(lines):
             x, y = 0.2, top + 0.36 + line_height * number_of_line
             for w, text in line:

@@ -104,7 +104,8 @@ def confusion_matrix(labels: Tensor, predicted: Tensor, n_classes: int) -> Tenso
             f"{tuple(predicted.shape)}"
         )
     for name, value in (("labels", labels), ("predicted", predicted)):
-        if value.is_floating_point() or not ((value >= 0) & (value < n_classes)).all():
+        # As signed numbers: torch does not compare unsigned ones.
+        if value.is_floating_point() or not ((value.long() >= 0) & (value.long() < n_classes)).all():
             raise ValueError(f"{name} must be integers between 0 and n_classes − 1 = {n_classes - 1}")
     return torch.bincount(labels.long() * n_classes + predicted.long(), minlength=n_classes**2).view(
         n_classes, n_classes

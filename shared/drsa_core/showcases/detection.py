@@ -106,7 +106,7 @@ class SpRAy:
     n_clusters : int
         Number of clusters; the paper takes as many as DRSA has subspaces.
     pool : int
-        Side of the squares over which maps are summed.
+        Side of the squares over which maps are summed; those at the right and lower edge may be smaller.
     n_init : int
         Random starts of k-means; the one with the smallest sum of squared distances is kept.
     max_iter : int
@@ -191,6 +191,7 @@ class SpRAy:
         check_finite(maps, "maps")
         if maps.ndim == 4:
             maps = maps.sum(1)
-        pooled = torch.nn.functional.avg_pool2d(maps[:, None], self.pool) * self.pool**2
+        # Up to the edge, also where the squares do not divide the map: sums of what is there.
+        pooled = torch.nn.functional.avg_pool2d(maps[:, None], self.pool, ceil_mode=True, divisor_override=1)
         rectified = pooled.clamp(min=0).flatten(1)
         return unit_rows(rectified)

@@ -285,7 +285,9 @@ def manipulation_score(maps: Tensor, pool: int = 8) -> Tensor:
     pool = as_int(pool, "pool", 1)
     if pool > min(maps.shape[2:]):
         raise ValueError(f"pool must be at most the size of the maps, {tuple(maps.shape[2:])}, got {pool}")
-    pooled = nn.functional.avg_pool2d(maps.detach(), pool).flatten(2)
+    # Up to the edge, where squares may be smaller and count by what they hold.
+    pooled = nn.functional.avg_pool2d(maps.detach(), pool, ceil_mode=True, divisor_override=pool**2)
+    pooled = pooled.flatten(2)
     parts, whole = pooled.abs().sum((1, 2)), pooled.sum(1).abs().sum(1)
     return torch.where(parts > 0, 1 - whole / torch.where(parts > 0, parts, 1), 0)
 

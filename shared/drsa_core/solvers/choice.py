@@ -111,7 +111,7 @@ def choose_k(
         As in `stability`, but `DRSA(balance=1)` by default: a concept counts as one however strong it is.
         Without balance, weak concepts are merged while a strong one is split (Notes of `DRSA`).
     n_subspaces : iterable of int
-        The K to try, from the smallest to the largest.
+        The K to try, from the smallest to the largest; those above the number of features are left out.
     patience : int or None
         Stop after so many K in a row in which two concepts are parts of one: more blocks only divide them
         further. None tries every K.
@@ -126,6 +126,11 @@ def choose_k(
         raise ValueError("n_subspaces must name at least one K to try, e.g. range(2, 17); got none")
     patience = None if patience is None else as_int(patience, "patience", 1)
     check_images(pairs)
+    # Before anything is fitted: a K that cannot be would otherwise cost what was found before it.
+    n_features = pairs.a.shape[1]
+    wanted = [k for k in wanted if k <= n_features]
+    if not wanted:
+        raise ValueError(f"no K of n_subspaces is at most D = {n_features}, the number of features")
     solver = DRSA(balance=1.0) if solver is None else solver
     hidden = None if progress is None else not progress
     candidates: list[Stability] = []

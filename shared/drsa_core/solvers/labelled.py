@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..parameters import as_int, as_int_labels
+from ..parameters import as_float, as_int, as_int_labels
 from ..scaling import feature_relevance, unit_rows, unit_scale
 from ..subspaces import RESIDUAL, Subspaces
 from ..validation import ArrayLike, check_matrix, check_nonzero_contexts, check_pairs
@@ -136,7 +136,7 @@ def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_deca
         The weights, for `ibd_subspaces`.
     """
     rows = check_matrix(a, "a (activations)").detach()
-    dtype = rows.dtype
+    dtype, weight_decay = rows.dtype, as_float(weight_decay, "weight_decay", 0)
     numbers = as_int_labels(labels, len(rows), "activation")
     n_labels = int(numbers.max()) + 1
     if n_labels < 2 or len(torch.unique(numbers)) != n_labels or int(numbers.min()) < 0:
@@ -170,7 +170,7 @@ def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_deca
 
 
 def _read_tally(path: Path) -> dict[int, str]:
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark in front
         rows = list(csv.DictReader(file))
     if not rows or not {"unit", "label"} <= rows[0].keys():
         raise ValueError(f"{path} must be a CSV file with columns unit and label, as NetDissect's tally.csv")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ..pair_shards import PairShards
+from ..pairs import common_provenance
 from ..parameters import as_int
 from ..scaling import times_power_of_two, unit_scale, unscaled
 from ..subspaces import RESIDUAL, Subspaces
@@ -116,9 +118,9 @@ class PRCA(Estimator):
                 raise ValueError(
                     f"this {name} was fitted on {len(previous)} features, this batch has {a.shape[1]}"
                 )
-            _check_same_way(self._known_provenance, provenance)
-            self._provenance = None if provenance is None else self._provenance
-            self._known_provenance = self._known_provenance or provenance
+            known = _joined_provenance(self._known_provenance, provenance)
+            self._provenance = None if provenance is None or self._provenance is None else known
+            self._known_provenance = known
             self._dtype = torch.promote_types(self._dtype, a.dtype)
             batch, exponent = _cross_covariance_sum(a, c)
             self._sum, self._exponent = _add_scaled(
@@ -200,13 +202,15 @@ def _add_scaled(first: Tensor, of_first: int, second: Tensor, of_second: int) ->
     )
 
 
-def _check_same_way(before: Any, now: Any) -> None:
-    """Batches must not contradict those before of which it is known how they were collected."""
+def _joined_provenance(before: Any, now: Any) -> Any:
+    """How all batches so far were collected, as far as it is known; they must not contradict each other."""
     if before is None or now is None:
-        return
+        return before or now
     differences = before.differences(now)
     if differences:
         raise ValueError(
             f"this batch was not collected like the ones before: {'; '.join(differences)}. If they are to be "
             "mixed, give partial_fit(pairs.a, pairs.c)"
         )
+    # As for `Pairs.concatenate`: positions, seed and skipped tokens are not known where they differ.
+    return common_provenance([before, replace(now, target=before.target)])

@@ -200,7 +200,7 @@ def stability(
     if n_bootstraps + n_starts < 2:
         raise ValueError("stability compares fits: n_bootstraps + n_starts must be at least 2")
     check_images(pairs)
-    solver = DRSA() if solver is None else solver
+    solver = _checked_solver(DRSA() if solver is None else solver)
     repeated = Repeated(pairs, n_subspaces, solver)
     generator = np.random.default_rng(as_seed(random_state))
     resampled = [True] * n_bootstraps + [False] * n_starts
@@ -241,6 +241,18 @@ def check_images(pairs: Pairs) -> None:
             f"stability draws images with replacement and needs pairs of at least {FEWEST_IMAGES}, got "
             f"{n_images}; give Pairs(a, c, image) the number of each pair's image, or collect more images"
         )
+
+
+def _checked_solver(solver: DRSA) -> DRSA:
+    """Raise unless it is DRSA: what is repeated is DRSA, whatever the solver is called."""
+    if not isinstance(solver, DRSA):
+        raise TypeError(f"solver must be a DRSA, whose parameters are used, got {type(solver).__name__}")
+    if solver._ignores_contexts:
+        raise TypeError(
+            f"solver must be a DRSA, got {type(solver).__name__}, which ignores contexts; give DRSA() and "
+            "Pairs(pairs.a, pairs.a, pairs.image)"
+        )
+    return solver
 
 
 def _summary(
