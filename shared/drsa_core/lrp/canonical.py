@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 _MISSING = object()
 
@@ -209,8 +210,30 @@ def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda z: passing(z, (lambda value: forward(value.clone())) if copies else forward)
 
 
+def check_exchangeable(module: nn.Module, name: str = "") -> None:
+    """Raise if a weight or bias is no parameter, so that a rule could not put another in its place.
+
+    The rule would exchange what the weight is made of, or nothing, and give wrong relevance.
+    """
+    for part in ("weight", "bias"):
+        if part in module._parameters:
+            continue
+        # A parametrised one is not looked at: that may be a step of its power iteration.
+        value = vars(module).get(part, module._buffers.get(part))
+        if is_parametrized(module, part) or isinstance(value, Tensor):
+            where = f"layer {name!r} ({type(module).__name__})" if name else f"a {type(module).__name__}"
+            raise ValueError(
+                f"the {part} of {where} is no parameter: it is computed from others (weight norm, spectral "
+                "norm, pruning) or a buffer, so that LRP rules cannot put another in its place. Explain a "
+                "copy of the model with plain weights: torch.nn.utils.parametrize.remove_parametrizations, "
+                "torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove make them; or use a method "
+                "without rules"
+            )
+
+
 def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own parameters as its forward sees them, detached."""
+    check_exchangeable(module)
     return {name: None if (p := getattr(module, name)) is None else p.detach() for name in module._parameters}
 
 
