@@ -18,7 +18,7 @@ from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlus
 from zennit.core import Composite
 
 from ._zennit import describe_method, holds_relevance
-from .explained import AttrOutput, ScoreOf
+from .explained import AttrOutput, ScoreOf, gradient_of_score, terms_of_score
 from .kept import KeptRelevance, keeps_relevance
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
 
@@ -53,6 +53,10 @@ class ConceptMaps(Explainer):
         torch.set_rng_state(state)
         whole: Tensor = self.attributor.forward(input.clone(), start)[1].detach()
         return whole
+
+    def _terms_of_score(self, start: AttrOutput) -> AttrOutput:
+        """What the wrapped attributor is to be given, so that it explains the score that its parts do."""
+        return terms_of_score(start) if isinstance(self.attributor, Occlusion) else start
 
     def _whole_and_kept(
         self, input: Tensor, start: AttrOutput, state: Tensor
@@ -148,6 +152,8 @@ class ConceptMaps(Explainer):
 
     def _context(self, input: Tensor, start: AttrOutput, target: Target) -> Step1:
         """Step 1: the model's output, the activation a, its context c, and what is lost."""
+        if isinstance(self.attributor, Occlusion) and not holds_relevance(self.model, self.slot):
+            start = gradient_of_score(start)  # given a function, Zennit's Occlusion takes it as the score
         with skipped_gradients(self.model):
             backward = self._backward(input, start)
         activation, context = backward.activation, backward.context.detach()
@@ -163,6 +169,12 @@ class ConceptMaps(Explainer):
         self, input: Tensor, path: Iterator[Tensor], start: AttrOutput
     ) -> tuple[Tensor, Tensor]:
         """Step 2 of Integrated Gradients: mean over the path of ∂R̂_k/∂x."""
+        if holds_relevance(self.model, self.slot):
+            raise ValueError(
+                "IntegratedGradients in two steps integrate gradients, but the composite has rules that pass "
+                "relevance in their place; leave two_step at None, use Occlusion, whose second step needs no "
+                "gradients, or a composite without such rules"
+            )
         step = self._context(input, start, ScoreOf(start))
         self._check_fits(step.activation)
         total = input.new_zeros(self._fitted().n_subspaces, *input.shape)

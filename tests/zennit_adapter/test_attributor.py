@@ -165,6 +165,62 @@ def test_occlusion_explains_the_model_of_the_relevance(composite):
     torch.testing.assert_close(maps, expected)
 
 
+def _log_probability(output: Tensor) -> Tensor:
+    return output.log_softmax(1)[:, 1]
+
+
+@pytest.mark.parametrize("composite", ["none", "plus"])
+@pytest.mark.parametrize("target", [1, [1, 4], _log_probability], ids=["int", "list", "fn"])
+def test_the_whole_map_of_occlusion_is_that_of_the_target(composite, target):
+    """Zennit's Occlusion sums what it is given: a gradient at the output would give one number everywhere."""
+    model, input = small_model(), small_input()
+    wrapped = Occlusion(model, COMPOSITES[composite](), window=(4, 4), stride=(4, 4))
+    found = DisentangledAttributor(wrapped, "pool", subspaces(6)).explain(input, target).whole
+    expected = torch.zeros_like(input)
+    for y in range(0, 8, 4):
+        for x in range(0, 8, 4):
+            mask = torch.zeros_like(input)
+            mask[:, :, y : y + 4, x : x + 4] = 1
+            output = model(input * mask).detach()
+            score = target(output) if callable(target) else output[range(2), torch.as_tensor(target).expand(2)]
+            expected += score[:, None, None, None] * mask
+    torch.testing.assert_close(found, expected)
+
+
+def test_occlusion_takes_a_function_as_the_score_and_a_tensor_as_its_gradient():
+    model, input, options = small_model(), small_input(), {"window": (4, 4), "stride": (4, 4)}
+    run = DisentangledAttributor(Occlusion(model, **options), "pool", subspaces(6), residual=True)
+    by_tensor, by_function = run(input, TARGET)[1], run(input, lambda output: output * TARGET)[1]
+    torch.testing.assert_close(by_tensor, by_function)
+    whole = Occlusion(model, **options)(input, lambda output: output * TARGET)[1]
+    torch.testing.assert_close(by_tensor.sum(1), whole)
+    torch.testing.assert_close(
+        run.concept_relevance(input, TARGET), run.concept_relevance(input, lambda output: output * TARGET)
+    )
+
+
+def test_two_steps_of_integrated_gradients_need_gradients():
+    """With relevance in the place of gradients, step 2 would hand contexts to rules as if they were it."""
+    wrapped = IntegratedGradients(small_model(), EpsilonPlus(), n_iter=2)
+    run = DisentangledAttributor(wrapped, "pool", subspaces(6), two_step=True)
+    with pytest.raises(ValueError, match="two steps integrate gradients, but the composite has rules"):
+        run(small_input(), TARGET)
+
+
+def test_attributors_with_a_way_of_their_own_are_refused():
+    class GradientTimesInput(Gradient):  # type: ignore[misc]
+        def forward(self, input, attr_output_fn):
+            output, gradient = super().forward(input, attr_output_fn)
+            return output, gradient * input
+
+    class Named(Gradient):  # type: ignore[misc]
+        """Nothing but a name."""
+
+    with pytest.raises(TypeError, match="GradientTimesInput has a method 'forward' of its own"):
+        DisentangledAttributor(GradientTimesInput(small_model()), "pool", subspaces(6))
+    DisentangledAttributor(Named(small_model()), "pool", subspaces(6))
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_chunks_change_nothing(chunk):
     model, input, blocks = small_model(), small_input(), subspaces(6, 3)
