@@ -15,12 +15,13 @@ from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, f
 from drsa_core.target import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
-from zennit.core import Composite
+from zennit.core import Composite, Hook
 
 from ._zennit import describe_method, holds_relevance
 from .explained import AttrOutput, ScoreOf, gradient_of_score, terms_of_score
 from .kept import KeptRelevance, keeps_relevance
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
+from .rules import ForwardRule
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class ConceptMaps(Explainer):
         """Filter what arrives at the layer by concept, and pass each part down (section 3, Eqs. 1 and 2)."""
         subspaces, create_graph = self._fitted(), self.attributor.create_graph
         hooks = list(self.composite.hook_refs)
+        if create_graph:
+            _check_differentiable(hooks)
         with ExitStack() as stack:
             if not create_graph:
                 stack.enter_context(skipped_gradients(self.model))
@@ -234,6 +237,17 @@ class ConceptMaps(Explainer):
         if self._integrates_context:
             return describe_method(self.model, self.slot, repr(self._path_context))
         return describe_method(self.model, self.slot)
+
+
+def _check_differentiable(hooks: list[Hook]) -> None:
+    """Refuse to differentiate relevance again under rules whose graph has no true derivative."""
+    found = next((hook for hook in hooks if isinstance(hook, ForwardRule)), None)
+    if found is not None:
+        raise ValueError(
+            f"create_graph=True: the rule {type(found).__name__} is written into the graph of the model, so "
+            "that derivatives of its relevance would be wrong; use Zennit's own rules, such as "
+            "EpsilonGammaBox with a canonizer, or VGGGamma"
+        )
 
 
 def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:

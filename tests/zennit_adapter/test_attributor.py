@@ -16,7 +16,7 @@ from zennit.types import Linear
 
 from tests.closeness import assert_same
 from tests.zennit_adapter.models import slot_at, small_input, small_model, subspaces
-from zennit_drsa import DisentangledAttributor, DisentangledComposite, SubspaceFilter
+from zennit_drsa import ConvNetGamma, DisentangledAttributor, DisentangledComposite, SubspaceFilter
 
 TARGET = torch.eye(5, dtype=torch.float64)[[1, 4]]
 COMPOSITES = {
@@ -288,6 +288,40 @@ def test_higher_order_gradients():
     _, maps = run(input, torch.ones(1, 2, dtype=torch.float64))
     gradients = torch.autograd.grad(maps.square().sum(), list(model.parameters()), allow_unused=True)
     assert all(g is not None and g.abs().sum() > 0 for g in gradients[:5])
+
+
+def test_rules_without_derivatives_are_not_differentiated():
+    """Their relevance has a graph, but one whose derivatives are others than those of the relevance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 2)).double()
+    input, start = torch.randn(1, 4, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    wrapped = Gradient(model, ConvNetGamma(0.25), create_graph=True)
+    with pytest.raises(ValueError, match="create_graph=True: the rule GeneralizedGamma"):
+        DisentangledAttributor(wrapped, "1", subspaces(6))(input, start)
+    # By Zennit alone, torch says so.
+    with wrapped:
+        relevance = wrapped(input.clone(), start)[1]
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            relevance.square().sum().backward()
+
+
+def test_weights_that_change_while_rules_are_registered():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(24, 2)]
+    model: Any = nn.Sequential(*layers).eval()
+    input = torch.rand(1, 3, 2, 2)
+
+    def maps(run: DisentangledAttributor) -> Tensor:
+        return run.explain(input, 1).maps
+
+    with DisentangledAttributor(Gradient(model, ConvNetGamma(0.5)), "3", subspaces(6)) as run:
+        before = maps(run)
+        with torch.no_grad():
+            model[2].weight.mul_(torch.randn(6, 6, 1, 1))
+        after = maps(run)
+    fresh = maps(DisentangledAttributor(Gradient(model, ConvNetGamma(0.5)), "3", subspaces(6)))
+    assert torch.equal(after, fresh)  # the same operations
+    assert not torch.allclose(before, after)
 
 
 def test_an_output_that_does_not_depend_on_the_layer():

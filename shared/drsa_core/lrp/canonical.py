@@ -2,7 +2,8 @@
 backwards.
 
 As in Zennit, relevance travels in the gradient slot: what a function here receives in its backward pass is
-the relevance of its output, what it returns is the relevance of its input.
+the relevance of its output, what it returns is the relevance of its input. Derivatives of relevance cannot
+be had through these functions: their forward passes have no true derivative, hence `once_differentiable`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
 
 _MISSING = object()
@@ -85,6 +87,7 @@ class PassRelevance(torch.autograd.Function):
         return a.clone() if a is value else a
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         return relevance[0], None
 
@@ -102,6 +105,7 @@ class TimesInput(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         (value,) = ctx.saved_tensors
         return value * gradient[0], None
@@ -127,6 +131,7 @@ class OverDenominator(torch.autograd.Function):
         return output.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return (relevance[0] * inverse).to(relevance[0].dtype), None, None, None
@@ -154,6 +159,7 @@ class OverGammaDenominator(torch.autograd.Function):
         return z.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (r,) = relevance
         of_z, of_magnitude = ctx.saved_tensors
@@ -169,6 +175,7 @@ class DropSmall(torch.autograd.Function):
         return z.view_as(z)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (keep,) = ctx.saved_tensors
         return relevance[0] * keep, None
