@@ -48,7 +48,12 @@ COMPOSITES: dict[str, Any] = {
 def network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 5, 1)
+        nn.Conv2d(3, 6, 3),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(6, 5, 1),
     ).eval()
 
 
@@ -68,7 +73,7 @@ def test_rules_that_exchange_parameters_refuse_them(derived: str, composite: str
     for layer in (model[0], model[2]):
         DERIVED[derived](layer)
     before = model_state(model)
-    with pytest.raises(ValueError, match="the weight of .* is no parameter.* Explain a copy"):
+    with pytest.raises(ValueError, match=r"the weight of .* is no parameter.* Explain a copy"):
         zennit_maps(model, COMPOSITES[composite]())
     assert model_state(model) == before
 

@@ -95,7 +95,7 @@ def test_contexts_that_are_found_example_by_example(method: Any) -> None:
 
 
 def test_what_goes_around_in_half_precision() -> None:
-    """Σ|R| over 12 288 pixels of 20 each is larger than float16 can hold: the share was 0, without warning."""
+    """12 288 gradients of 64 sum to more than float16 can hold: the share was 0, without a warning."""
     shares = []
     for dtype in (torch.float32, torch.float16):
         model: Any = nn.Sequential(nn.Conv2d(3, 8, 1), Around(), nn.Conv2d(8, 2, 1), Total()).to(dtype).eval()

@@ -19,10 +19,9 @@ def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
     """
 
     def start(output: Tensor) -> Tensor:
-        if callable(target) and output.ndim > 1:
-            value = target(output)
-            if isinstance(value, Tensor) and value.shape == output.shape:
-                return value
+        if callable(target) and is_attr_output(target, output):
+            value: Any = target(output)
+            return value
         gradient = gradient_at_output(output, target)
         return output.detach() * gradient if holds_relevance else gradient
 
@@ -68,13 +67,18 @@ def _depends_on(attr_output: AttrOutput, output: Tensor) -> bool:
 
 
 def is_attr_output(target: Target, output: Tensor) -> bool:
-    """Whether a target is Zennit's `attr_output`: none, a tensor of floats, or a function that gives one."""
+    """Whether a target is Zennit's `attr_output`: none, a tensor of floats, or a function that gives one.
+
+    Of a model with one output a function of it gives its score: that has the output's shape (N, 1) as well.
+    """
     if target is None or (isinstance(target, Tensor) and target.is_floating_point()):
         return True
     if not callable(target) or output.ndim < 2:
         return False
     value = target(output)
-    return isinstance(value, Tensor) and value.shape == output.shape
+    if not isinstance(value, Tensor) or value.shape != output.shape:
+        return False
+    return output.numel() != len(output) or not _depends_on(target, output)
 
 
 class ScoreOf:

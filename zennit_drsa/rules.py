@@ -95,12 +95,24 @@ class PositiveGamma(GraphRule):
     """LRP-γ for layers whose inputs are not negative: R_j = Σ_k a_j(w_jk + γw⁺_jk) / z_k · R_k (Note A).
 
     The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes
-    five modified forward passes for that; behind a ReLU this one takes one.
+    five modified forward passes for that; behind a ReLU this one takes one. Negative inputs are warned about.
     """
 
     def __init__(self, gamma: float = 0.25, stabilizer: float = STABILIZER) -> None:
         super().__init__(stabilizer)
         self.gamma = gamma
+
+    def forward(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Remember the layer's input, with a warning if it is not what the rule is for."""
+        super().forward(module, input, output)
+        x = input[0]
+        if x.requires_grad and bool((x.detach() < 0).any()):
+            warnings.warn(
+                f"a {type(module).__name__} has negative inputs, but PositiveGamma, the rule of VGGGamma, is "
+                "for inputs behind a ReLU: what contradicts would count as evidence. Use ConvNetGamma, whose "
+                "rule is for inputs of both signs",
+                stacklevel=2,
+            )
 
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
         """z_k = Σ_{0,j} a_j (w_jk + γ w⁺_jk)."""

@@ -137,7 +137,9 @@ def test_additional_arguments_of_inference_mode() -> None:
 )
 def test_whole_maps_of_targets_that_captum_does_not_take(method, target: Any) -> None:
     model, x = conv_net(), images()
-    da = DisentangledAttribution(method(model), "features.4", subspaces(8), None if method is LRP else "gradient")
+    da = DisentangledAttribution(
+        method(model), "features.4", subspaces(8), None if method is LRP else "gradient"
+    )
     plain = [1, 3] if torch.as_tensor(target).numel() > 1 else 1
     torch.manual_seed(0)
     found = da.explain(x, target).whole

@@ -182,7 +182,9 @@ def test_the_whole_map_of_occlusion_is_that_of_the_target(composite, target):
             mask = torch.zeros_like(input)
             mask[:, :, y : y + 4, x : x + 4] = 1
             output = model(input * mask).detach()
-            score = target(output) if callable(target) else output[range(2), torch.as_tensor(target).expand(2)]
+            score = (
+                target(output) if callable(target) else output[range(2), torch.as_tensor(target).expand(2)]
+            )
             expected += score[:, None, None, None] * mask
     torch.testing.assert_close(found, expected)
 
@@ -298,11 +300,30 @@ def test_rules_without_derivatives_are_not_differentiated():
     wrapped = Gradient(model, ConvNetGamma(0.25), create_graph=True)
     with pytest.raises(ValueError, match="create_graph=True: the rule GeneralizedGamma"):
         DisentangledAttributor(wrapped, "1", subspaces(6))(input, start)
-    # By Zennit alone, torch says so.
-    with wrapped:
-        relevance = wrapped(input.clone(), start)[1]
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            relevance.square().sum().backward()
+    # By Zennit alone, torch says so; and for a filter, whose derivatives would be filtered once more.
+    filtered = Gradient(model, DisentangledComposite(None, "1", subspaces(6), 0), create_graph=True)
+    for attributor in (wrapped, filtered):
+        with attributor:
+            relevance = attributor(input.clone(), start)[1]
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                relevance.square().sum().backward()
+
+
+@pytest.mark.parametrize("composite", ["none", "plus"])
+def test_a_function_of_a_single_output_is_a_score(composite):
+    """(N, 1) is the shape of an `attr_output` too: contexts were those of the value, not of its slope."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)).double().eval()
+    input = torch.rand(3, 4, dtype=torch.float64)
+    run = DisentangledAttributor(Gradient(model, COMPOSITES[composite]()), "1", subspaces(6))
+    for score in (torch.sigmoid, lambda output: 3 * output):
+        flat = run.explain(input, lambda output, score=score: score(output)[:, 0])
+        column = run.explain(input, score)
+        assert_same(column.maps, flat.maps)
+        assert_same(column.concept_relevance, flat.concept_relevance)
+    # What does not depend on the output is an `attr_output`, as before.
+    one = torch.ones(3, 1, dtype=torch.float64)
+    assert_same(run.concept_relevance(input, torch.ones_like), run.concept_relevance(input, one))
 
 
 def test_weights_that_change_while_rules_are_registered():

@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 from zennit.attribution import Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.composites import BetaSmooth, EpsilonPlus, GuidedBackprop, LayerMapComposite, NameMapComposite
 from zennit.core import Composite
-from zennit.rules import Epsilon, Pass, ReLUBetaSmooth
+from zennit.rules import Pass, ReLUBetaSmooth
 from zennit.torchvision import ResNetCanonizer
 
 from tests.model_state import model_state
