@@ -23,7 +23,7 @@ from zennit_drsa import ConvNetGamma, DisentangledAttributor, VGGGamma
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 
 
-def as_buffer(layer: nn.Module) -> None:
+def as_buffer(layer: nn.Conv2d) -> None:
     weight = layer.weight.detach()
     del layer.weight
     layer.register_buffer("weight", weight)

@@ -218,7 +218,7 @@ def test_compiled_modules_inside_of_a_model_run_eagerly(layer):
     def maps(is_compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         inner: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU())
-        model = nn.Sequential(inner, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+        model: Any = nn.Sequential(inner, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
         x = torch.rand(2, 4)
         if is_compiled:
             torch._dynamo.reset()  # graphs of other tests may fit

@@ -316,9 +316,10 @@ def test_a_function_of_a_single_output_is_a_score(composite):
     model: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)).double().eval()
     input = torch.rand(3, 4, dtype=torch.float64)
     run = DisentangledAttributor(Gradient(model, COMPOSITES[composite]()), "1", subspaces(6))
-    for score in (torch.sigmoid, lambda output: 3 * output):
-        flat = run.explain(input, lambda output, score=score: score(output)[:, 0])
-        column = run.explain(input, score)
+    columns: list[Any] = [torch.sigmoid, lambda output: 3 * output]
+    rows: list[Any] = [lambda output: torch.sigmoid(output[:, 0]), lambda output: 3 * output[:, 0]]
+    for of_column, of_row in zip(columns, rows, strict=True):
+        column, flat = run.explain(input, of_column), run.explain(input, of_row)
         assert_same(column.maps, flat.maps)
         assert_same(column.concept_relevance, flat.concept_relevance)
     # What does not depend on the output is an `attr_output`, as before.
