@@ -12,9 +12,10 @@ from captum._utils.common import _run_forward
 from captum.attr import LRP, DeepLift
 from captum.attr._core.deep_lift import SUPPORTED_NON_LINEAR, nonlinear
 from captum.attr._utils.common import _format_callable_baseline
-from captum.attr._utils.lrp_rules import PropagationRule
+from captum.attr._utils.lrp_rules import EpsilonRule, PropagationRule
 from captum.log import log_usage
 from drsa_core.layer import eager
+from drsa_core.lrp import check_exchangeable
 from torch import Tensor, nn
 
 __all__ = [
@@ -132,6 +133,10 @@ class RuleHooks:
         """The model's true output; records activations and puts the rules' weights into the layers."""
         self._lrp._get_layers(self._lrp.model)
         self._lrp._check_and_attach_rules()
+        for layer in self._lrp.layers:
+            rule = getattr(layer, "rule", None)
+            if rule is not None and type(rule)._manipulate_weights is not EpsilonRule._manipulate_weights:
+                check_exchangeable(layer)
         with torch.no_grad():
             return cast(Tensor, self._lrp._compute_output_and_change_weights(inputs, None, args))
 

@@ -13,6 +13,7 @@ from drsa_core.layer.contexts import rows_per_run
 from torch import Tensor
 
 from .below_layer import original
+from .inputs import as_captum_target
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class LayerAttributionContext:
                 x.requires_grad_(x.is_floating_point())  # else Captum does it, and warns
         relevance = self.attributor.attribute(
             inputs if len(inputs) > 1 else inputs[0],
-            target=request.target,
+            target=as_captum_target(request.target),
             additional_forward_args=request.args or None,
         )
         relevance = relevance[0] if isinstance(relevance, tuple) else relevance

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def explain_by_perturbation(
     method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """K maps by a method that perturbs the input, shapes (N, K, …): one run, as the output is (n, K)."""
-    if isinstance(method, FeatureAblation) and len(request) > 1 and _has_rows(options, len(request)):
+    if isinstance(method, FeatureAblation) and len(request) > 1 and _has_rows(options, request.inputs):
         # With several outputs Captum's ablation takes one mask for all examples alone.
         return _explain_each(method, request, model, options)
     attributor = copy.copy(method)
@@ -62,31 +61,37 @@ def explain_by_perturbation(
     return tuple(m.reshape(*shape, *x.shape[1:]) for m, x in zip(maps, inputs, strict=True))
 
 
-def _has_rows(options: dict[str, Any], n: int) -> bool:
+def _has_rows(options: dict[str, Any], inputs: tuple[Tensor, ...]) -> bool:
     masks = options.get("feature_mask")
     masks = masks if isinstance(masks, tuple) else (masks,)
-    return any(isinstance(mask, Tensor) and mask.ndim > 0 and len(mask) == n for mask in masks)
+    return any(_is_of_examples(mask, x) for mask, x in zip(masks, inputs, strict=False))
+
+
+def _is_of_examples(value: Any, x: Tensor) -> bool:
+    """Whether a mask or baseline of an input has a row for each example; one of fewer axes is for all."""
+    return isinstance(value, Tensor) and value.ndim == x.ndim and len(value) == len(x)
 
 
 def _explain_each(
     method: Attribution, request: Request, model: RelevanceModel, options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """The maps of one example after the other, each with its own rows of the options."""
-    n = len(request)
     parts = []
-    for i in range(n):
-        rows = partial(_row, i=i, n=n)
-        of_example = {
-            name: tuple(map(rows, value)) if isinstance(value, tuple) else rows(value)
-            for name, value in options.items()
-        }
+    for i in range(len(request)):
+        of_example = {name: _rows(value, request.inputs, i) for name, value in options.items()}
         alone = request.example(i)
         parts.append(explain_by_perturbation(method, alone, model.of_example(alone, i), of_example))
     return tuple(torch.cat(maps) for maps in zip(*parts, strict=True))
 
 
-def _row(value: Any, i: int, n: int) -> Any:
-    return value[i : i + 1] if isinstance(value, Tensor) and value.ndim > 0 and len(value) == n else value
+def _rows(value: Any, inputs: tuple[Tensor, ...], i: int) -> Any:
+    """The part of an option, one for all inputs or a tuple of them, that belongs to example i."""
+    given = value if isinstance(value, tuple) else (value,)
+    if len(given) != len(inputs):
+        return value
+    pairs = zip(given, inputs, strict=True)
+    rows = tuple(v[i : i + 1] if _is_of_examples(v, x) else v for v, x in pairs)
+    return rows if isinstance(value, tuple) else rows[0]
 
 
 def explain_by_surrogate(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from drsa_core.layer import Inputs
+from drsa_core.target import Target, as_listed
 from torch import Tensor
 
 
@@ -48,6 +49,22 @@ def as_arguments(additional_forward_args: Any) -> tuple[Any, ...]:
     """Additional forward arguments as a tuple, as Captum reads them."""
     if additional_forward_args is None:
         return ()
-    return (
+    given = (
         additional_forward_args if isinstance(additional_forward_args, tuple) else (additional_forward_args,)
     )
+    with torch.inference_mode(False):  # as the inputs: a graph may need them
+        return tuple(v.clone() if isinstance(v, Tensor) and v.is_inference() else v for v in given)
+
+
+def as_captum_target(target: Target) -> Any:
+    """A target in a form that Captum itself takes: it knows neither arrays nor all negative numbers.
+
+    Of a list of tuples Captum takes any index of an output, of a list of numbers only those from 0 on.
+    """
+    target = as_listed(target)
+    if target is None or callable(target) or isinstance(target, tuple):
+        return target
+    if isinstance(target, list) and target and isinstance(target[0], tuple):
+        return target
+    numbers = torch.as_tensor(target).reshape(-1).tolist()
+    return numbers[0] if len(numbers) == 1 else [(number,) for number in numbers]

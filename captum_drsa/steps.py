@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from .below_layer import FromLayer
 from .captum_lrp import LRPPass
 from .context import ShapleyContext
 from .explain import explain_at_input
+from .inputs import as_captum_target
 from .methods import Explain, Method, within_tunnels
 from .relevance_model import RelevanceModel, baseline_relevance, check_baselines
 
@@ -107,11 +109,12 @@ class TwoSteps(Explainer):
 
     def _whole(self, request: Request, options: dict[str, Any]) -> Tensor | None:
         """The map of the wrapped method by itself; None where Captum has none for a callable target."""
-        method, target = copy.copy(self._method_for(request)), request.target
+        method, target = self._method_for(request), as_captum_target(request.target)
         if callable(target):
             if isinstance(within_tunnels(method), DeepLift | LRP):
                 return None
-            method.forward_func, target = lambda *args: request.select(request.forward(*args)), None
+            method, target = _of_function(method, lambda *args: request.select(request.forward(*args))), None
+        method = copy.copy(method)  # Captum keeps its working state on the attributor
         inputs = request.inputs[0].detach().clone()
         if self._record.needs_gradient:
             inputs.requires_grad_()  # else Captum does it, and warns
@@ -167,6 +170,15 @@ class TwoSteps(Explainer):
             )
         check_finite(activation, f"the activation of layer {self.layer_name!r}")
         check_finite(context, f"the context at layer {self.layer_name!r}")
+
+
+def _of_function(method: Attribution, forward: Callable[..., Tensor]) -> Attribution:
+    """A copy of the method that explains another function, also inside of a `NoiseTunnel`."""
+    method = copy.copy(method)
+    method.forward_func = forward
+    if isinstance(method, NoiseTunnel):
+        method.attribution_method = _of_function(method.attribution_method, forward)
+    return method
 
 
 def _sum_of_pixels(maps: tuple[Tensor, ...]) -> Tensor:

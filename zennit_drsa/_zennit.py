@@ -194,6 +194,11 @@ def multiplies_by_input(hook: Hook) -> bool:
     return type(hook) in _MULTIPLIED_BY_INPUT
 
 
+def exchanges_parameters(hook: Hook) -> bool:
+    """Whether one of Zennit's rules puts other parameters into its layer. Those here see to it themselves."""
+    return isinstance(hook, BasicHook) and type(hook) not in (Epsilon, Norm)
+
+
 def original_backward(hook: Hook, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
     """What the class of a hook computes backward, whatever `replaced_method` has put in its place."""
     return type(hook).backward(hook, module, grad_input, grad_output)

@@ -33,6 +33,7 @@ from .explained import (
     checked_attr_output,
     checked_start,
     is_attr_output,
+    scores_as_output,
     start_of_target,
     targets_in,
 )
@@ -110,6 +111,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
                 "attributor must be Zennit's Gradient, SmoothGrad, IntegratedGradients or Occlusion, "
                 f"got {type(attributor).__name__}"
             )
+        _check_own_methods(attributor)
         if slot not in (None, "relevance", "gradient"):
             raise ValueError(f"slot must be 'relevance', 'gradient' or None, got {slot!r}")
         if two_step and not isinstance(attributor, IntegratedGradients | Occlusion):
@@ -220,7 +222,10 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             self._check_start(step.output, start, target)
             state = torch.get_rng_state()
             maps = self._maps(input, start)[1].movedim(0, 1)
-            by_itself, kept = self._whole_and_kept(input, start, state) if whole else (None, None)
+            explained = start
+            if isinstance(self.attributor, Occlusion):  # which sums what it is given over the outputs
+                explained = scores_as_output(target)
+            by_itself, kept = self._whole_and_kept(input, explained, state) if whole else (None, None)
             check_finite(maps, self.model, input, start)
             integrates = isinstance(self.attributor, IntegratedGradients)
             return Explanation(
@@ -250,7 +255,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         self._check_start(output, start, None)
         relevance = maps.movedim(0, 1)
         if self.residual:
-            whole = self._whole(input, start, state)
+            whole = self._whole(input, self._terms_of_score(start), state)
             relevance = torch.cat([relevance, (whole - relevance.sum(1)).unsqueeze(1)], dim=1)
         check_finite(relevance, self.model, input, start)
         return output, relevance
@@ -351,6 +356,22 @@ def _check_same(canonized: Tensor, untouched: Tensor, composite: GuardedComposit
             f"another function would be explained (canonizers: {names}); see zennit_drsa.doctor for "
             "canonizers that suit this model"
         )
+
+
+def _check_own_methods(attributor: Attributor) -> None:
+    """Refuse a subclass that computes its map in a way of its own, of which the parts are not known.
+
+    Zennit's loop over the windows of `Occlusion` is run as it is, and may be another one.
+    """
+    names = ("__call__",) if isinstance(attributor, Occlusion) else ("__call__", "forward", "grad")
+    for name in names:
+        owner = next(parent for parent in type(attributor).__mro__ if name in vars(parent))
+        if name in vars(attributor) or owner.__module__.partition(".")[0] != "zennit":
+            raise TypeError(
+                f"{type(attributor).__name__} has a method {name!r} of its own, which would be ignored here: "
+                "concept maps are those of Zennit's own Gradient, SmoothGrad, IntegratedGradients or "
+                "Occlusion. Wrap one of these, and change its maps afterwards"
+            )
 
 
 def _check_input(input: object) -> None:

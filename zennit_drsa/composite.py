@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from drsa_core import Subspaces, model_fingerprint
 from drsa_core.layer import TOLERANCE, Guard, uninterrupted
+from drsa_core.lrp import check_exchangeable
 from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
-from ._zennit import describe_canonizers, hooks_by_module
+from ._zennit import describe_canonizers, exchanges_parameters, hooks_by_module
 from .filter import Concept, SubspaceFilter
 
 _T = TypeVar("_T")
@@ -75,6 +76,7 @@ class GuardedComposite(Composite):  # type: ignore[misc]
             guard.begin()
             super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
+            _check_parameters(module)
         except BaseException:
             self._guard = guard
             self.remove()
@@ -167,6 +169,14 @@ def _check_own_methods(composite: Composite) -> None:
                 "only the rules (module_map) and canonizers of a composite are used. Write what it does as a "
                 "canonizer, with apply and remove, or as a rule, a zennit.core.Hook"
             )
+
+
+def _check_parameters(root: nn.Module) -> None:
+    """Refuse rules that exchange parameters on layers whose parameters cannot be exchanged."""
+    names = {module: name for name, module in root.named_modules()}
+    for module, hook in hooks_by_module(root):
+        if exchanges_parameters(hook):
+            check_exchangeable(module, names[module])
 
 
 class _Context(CompositeContext):  # type: ignore[misc]

@@ -15,12 +15,13 @@ from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, f
 from drsa_core.target import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
-from zennit.core import Composite
+from zennit.core import Composite, Hook
 
 from ._zennit import describe_method, holds_relevance
-from .explained import AttrOutput, ScoreOf
+from .explained import AttrOutput, ScoreOf, gradient_of_score, terms_of_score
 from .kept import KeptRelevance, keeps_relevance
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
+from .rules import ForwardRule
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class ConceptMaps(Explainer):
         torch.set_rng_state(state)
         whole: Tensor = self.attributor.forward(input.clone(), start)[1].detach()
         return whole
+
+    def _terms_of_score(self, start: AttrOutput) -> AttrOutput:
+        """What the wrapped attributor is to be given, so that it explains the score that its parts do."""
+        return terms_of_score(start) if isinstance(self.attributor, Occlusion) else start
 
     def _whole_and_kept(
         self, input: Tensor, start: AttrOutput, state: Tensor
@@ -87,6 +92,8 @@ class ConceptMaps(Explainer):
         """Filter what arrives at the layer by concept, and pass each part down (section 3, Eqs. 1 and 2)."""
         subspaces, create_graph = self._fitted(), self.attributor.create_graph
         hooks = list(self.composite.hook_refs)
+        if create_graph:
+            _check_differentiable(hooks)
         with ExitStack() as stack:
             if not create_graph:
                 stack.enter_context(skipped_gradients(self.model))
@@ -148,6 +155,8 @@ class ConceptMaps(Explainer):
 
     def _context(self, input: Tensor, start: AttrOutput, target: Target) -> Step1:
         """Step 1: the model's output, the activation a, its context c, and what is lost."""
+        if isinstance(self.attributor, Occlusion) and not holds_relevance(self.model, self.slot):
+            start = gradient_of_score(start)  # given a function, Zennit's Occlusion takes it as the score
         with skipped_gradients(self.model):
             backward = self._backward(input, start)
         activation, context = backward.activation, backward.context.detach()
@@ -163,6 +172,12 @@ class ConceptMaps(Explainer):
         self, input: Tensor, path: Iterator[Tensor], start: AttrOutput
     ) -> tuple[Tensor, Tensor]:
         """Step 2 of Integrated Gradients: mean over the path of ∂R̂_k/∂x."""
+        if holds_relevance(self.model, self.slot):
+            raise ValueError(
+                "IntegratedGradients in two steps integrate gradients, but the composite has rules that pass "
+                "relevance in their place; leave two_step at None, use Occlusion, whose second step needs no "
+                "gradients, or a composite without such rules"
+            )
         step = self._context(input, start, ScoreOf(start))
         self._check_fits(step.activation)
         total = input.new_zeros(self._fitted().n_subspaces, *input.shape)
@@ -222,6 +237,17 @@ class ConceptMaps(Explainer):
         if self._integrates_context:
             return describe_method(self.model, self.slot, repr(self._path_context))
         return describe_method(self.model, self.slot)
+
+
+def _check_differentiable(hooks: list[Hook]) -> None:
+    """Refuse to differentiate relevance again under rules whose graph has no true derivative."""
+    found = next((hook for hook in hooks if isinstance(hook, ForwardRule)), None)
+    if found is not None:
+        raise ValueError(
+            f"create_graph=True: the rule {type(found).__name__} is written into the graph of the model, so "
+            "that derivatives of its relevance would be wrong; use Zennit's own rules, such as "
+            "EpsilonGammaBox with a canonizer, or VGGGamma"
+        )
 
 
 def _next(remembered: Iterator[Tensor], input: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
 import torch
-from drsa_core.target import Target, gradient_at_output
+from drsa_core.target import Target, gradient_at_output, select_scores
 from torch import Tensor
 
 AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
@@ -19,24 +19,66 @@ def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
     """
 
     def start(output: Tensor) -> Tensor:
-        if callable(target) and output.ndim > 1:
-            value = target(output)
-            if isinstance(value, Tensor) and value.shape == output.shape:
-                return value
+        if callable(target) and is_attr_output(target, output):
+            value: Any = target(output)
+            return value
         gradient = gradient_at_output(output, target)
         return output.detach() * gradient if holds_relevance else gradient
 
     return start
 
 
+def scores_as_output(target: Target) -> AttrOutput:
+    """The scores of a target as Zennit's `Occlusion` takes them: it sums over all axes but the first."""
+    return lambda output: select_scores(output, target).reshape(-1, *[1] * (output.ndim - 1))
+
+
+def terms_of_score(attr_output: AttrOutput) -> AttrOutput:
+    """What Zennit's `Occlusion` is to sum to the score: of a tensor, its products with the output.
+
+    Given a tensor, Zennit sums that, which is the same number for every window.
+    """
+
+    def terms(output: Tensor) -> Tensor:
+        value = attr_output(output)
+        return value if _depends_on(attr_output, output) else value * output.detach()
+
+    return terms
+
+
+def gradient_of_score(attr_output: AttrOutput) -> AttrOutput:
+    """∂y/∂output for the score y that Zennit's `Occlusion` explains, the sum of `attr_output`.
+
+    A tensor, which does not depend on the output, is that gradient already.
+    """
+
+    def gradient(output: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = output.detach().clone().requires_grad_()
+            value = attr_output(leaf)
+        return torch.autograd.grad(value.sum(), leaf)[0] if value.requires_grad else value
+
+    return gradient
+
+
+def _depends_on(attr_output: AttrOutput, output: Tensor) -> bool:
+    with torch.enable_grad():
+        return attr_output(output.detach().clone().requires_grad_()).requires_grad
+
+
 def is_attr_output(target: Target, output: Tensor) -> bool:
-    """Whether a target is Zennit's `attr_output`: none, a tensor of floats, or a function that gives one."""
+    """Whether a target is Zennit's `attr_output`: none, a tensor of floats, or a function that gives one.
+
+    Of a model with one output a function of it gives its score: that has the output's shape (N, 1) as well.
+    """
     if target is None or (isinstance(target, Tensor) and target.is_floating_point()):
         return True
     if not callable(target) or output.ndim < 2:
         return False
     value = target(output)
-    return isinstance(value, Tensor) and value.shape == output.shape
+    if not isinstance(value, Tensor) or value.shape != output.shape:
+        return False
+    return output.numel() != len(output) or not _depends_on(target, output)
 
 
 class ScoreOf:

@@ -17,6 +17,7 @@ from drsa_core.layer import (
 )
 from drsa_core.lrp import registered_copy
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
@@ -27,7 +28,10 @@ Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
 
 
 class _Filter(torch.autograd.Function):
-    """Identity forward; backward hands the gradient to the virtual layer."""
+    """Identity forward; backward hands the gradient to the virtual layer.
+
+    Derivatives of what it hands on cannot be had: they would be filtered once more on their way.
+    """
 
     @staticmethod
     def forward(ctx: Any, activation: Tensor, layer: VirtualLayer) -> Tensor:
@@ -37,6 +41,7 @@ class _Filter(torch.autograd.Function):
         return activation.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (activation,) = ctx.saved_tensors
         return ctx.layer.filtered(activation, gradient), None

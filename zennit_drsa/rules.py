@@ -95,12 +95,24 @@ class PositiveGamma(GraphRule):
     """LRP-γ for layers whose inputs are not negative: R_j = Σ_k a_j(w_jk + γw⁺_jk) / z_k · R_k (Note A).
 
     The bias is a neuron of weight b, under γ too. Zennit's `Gamma` also serves negative inputs, and takes
-    five modified forward passes for that; behind a ReLU this one takes one.
+    five modified forward passes for that; behind a ReLU this one takes one. Negative inputs are warned about.
     """
 
     def __init__(self, gamma: float = 0.25, stabilizer: float = STABILIZER) -> None:
         super().__init__(stabilizer)
         self.gamma = gamma
+
+    def forward(self, module: nn.Module, input: Any, output: Any) -> None:
+        """Remember the layer's input, with a warning if it is not what the rule is for."""
+        super().forward(module, input, output)
+        x = input[0]
+        if x.requires_grad and bool((x.detach() < 0).any()):
+            warnings.warn(
+                f"a {type(module).__name__} has negative inputs, but PositiveGamma, the rule of VGGGamma, is "
+                "for inputs behind a ReLU: what contradicts would count as evidence. Use ConvNetGamma, whose "
+                "rule is for inputs of both signs",
+                stacklevel=2,
+            )
 
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
         """z_k = Σ_{0,j} a_j (w_jk + γ w⁺_jk)."""
@@ -238,7 +250,8 @@ class GeneralizedGamma(ForwardRule):
     ) -> None:
         super().__init__()
         self.gamma, self.threshold, self.bias, self.stabilizer = gamma, threshold, bias, stabilizer
-        self._absolute: dict[str, Tensor | None] | None = None
+        self._absolute: dict[str, Tensor | None] = {}
+        self._absolute_of: list[tuple[int, int] | None] | None = None
 
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where gradients turn into relevance."""
@@ -253,13 +266,17 @@ class GeneralizedGamma(ForwardRule):
         z = output
         if not self.gamma:
             return OverDenominator.apply(z, z.detach(), self.threshold, self.stabilizer)
-        if self._absolute is None:
-            self._absolute = {n: None if p is None else p.abs() for n, p in parameters_of(module).items()}
+        parameters = parameters_of(module)
+        # The weights may change while the rule is there, by an optimiser for instance.
+        version = [None if p is None else (p.data_ptr(), p._version) for p in parameters.values()]
+        if self._absolute_of != version:
+            self._absolute = {name: None if p is None else p.abs() for name, p in parameters.items()}
             if self.bias == "authors" and self._absolute.get("bias") is not None:
                 self._absolute["bias"] = None
+            self._absolute_of = version
         with exchanged(module, self._absolute):
             magnitude = module.forward(a.abs())
-        b = parameters_of(module).get("bias")
+        b = parameters.get("bias")
         if self.bias == "neuron" or b is None:
             return OverGammaDenominator.apply(z, magnitude, self.gamma, self.threshold, self.stabilizer)
         sign = torch.where(z.detach() >= 0, 1.0, -1.0).to(z.dtype)
@@ -273,7 +290,7 @@ class GeneralizedGamma(ForwardRule):
 
     def remove(self) -> None:
         """Forget the absolute parameters."""
-        self._absolute = None
+        self._absolute, self._absolute_of = {}, None
         super().remove()
 
 

@@ -16,6 +16,7 @@ from captum.attr import (
     IntegratedGradients,
     KernelShap,
     LayerGradientXActivation,
+    NoiseTunnel,
     Saliency,
     ShapleyValueSampling,
 )
@@ -83,14 +84,93 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, FeatureAblation])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("weights", [torch.tensor([1.0, 3.0]), torch.tensor(2.0)], ids=["vector", "scalar"])
-def test_additional_arguments_without_a_batch_axis(method, n: int, weights: Tensor) -> None:
-    """Where there are two examples, the vector is as long as the batch."""
+@pytest.mark.parametrize("target", [0, 1])
+def test_additional_arguments_without_a_batch_axis(method, n: int, weights: Tensor, target: int) -> None:
+    """Where there are two examples, the vector is as long as the batch.
+
+    Of output 0 the first example has the right score also if it gets its "row" of the vector alone.
+    """
     model, x = Weighted(), images(n)
     direct = DisentangledAttribution(method(model), "net.features.4", subspaces(8), "integrated_gradients")
     bound = DisentangledAttribution(
         method(lambda x: model(x, weights)), model.net.features[4], subspaces(8), "integrated_gradients"
     )
-    assert_same(direct.attribute(x, target=1, additional_forward_args=weights), bound.attribute(x, target=1))
+    found = direct.attribute(x, target=target, additional_forward_args=weights)
+    assert_same(found, bound.attribute(x, target=target))
+
+
+def test_additional_arguments_whose_first_and_last_rows_are_the_same() -> None:
+    """Only the second example tells that its row is not its own: it would be scaled by 3."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = conv_net()
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            scores: Tensor = self.net(x) * scale[0]
+            return scores
+
+    model, x, scale = Scaled(), images(3), torch.tensor([1.0, 3.0, 1.0])
+    direct = DisentangledAttribution(IntegratedGradients(model), "net.features.4", subspaces(8))
+    bound = DisentangledAttribution(
+        IntegratedGradients(lambda x: model(x, scale)), model.net.features[4], subspaces(8)
+    )
+    found = direct.attribute(x, target=1, additional_forward_args=scale)
+    assert_same(found, bound.attribute(x, target=1))
+
+
+def test_additional_arguments_of_inference_mode() -> None:
+    da = DisentangledAttribution(IntegratedGradients(Weighted()), "net.features.4", subspaces(8))
+    expected = da.attribute(images(2), target=1, additional_forward_args=torch.tensor([[1.0], [3.0]]))
+    with torch.inference_mode():
+        weights = torch.tensor([[1.0], [3.0]])
+        assert_same(da.attribute(images(2), target=1, additional_forward_args=weights), expected)
+
+
+@pytest.mark.filterwarnings("ignore:You are providing multiple inputs", "ignore:Setting forward, backward")
+@pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, LRP, DeepLift, KernelShap])
+@pytest.mark.parametrize(
+    "target",
+    [[-4, -2], np.int64(1), np.array([1, 3]), [1], torch.tensor([[1], [3]]), torch.tensor([-4, 3])],
+    ids=["negative", "numpy", "array", "one", "column", "mixed"],
+)
+def test_whole_maps_of_targets_that_captum_does_not_take(method, target: Any) -> None:
+    model, x = conv_net(), images()
+    da = DisentangledAttribution(
+        method(model), "features.4", subspaces(8), None if method is LRP else "gradient"
+    )
+    plain = [1, 3] if torch.as_tensor(target).numel() > 1 else 1
+    torch.manual_seed(0)
+    found = da.explain(x, target)
+    torch.manual_seed(0)
+    expected = da.explain(x, plain)
+    assert found.whole is not None
+    assert expected.whole is not None
+    assert_same(found.whole, expected.whole)
+    if method is InputXGradient:
+        by_layer = LayerGradientXActivation(model, model.features[4])
+        da = DisentangledAttribution(method(model), "features.4", subspaces(8), by_layer)
+        assert_same(da.attribute(x, target=target), da.attribute(x, target=plain))
+
+
+def test_whole_maps_of_a_function_inside_a_noise_tunnel() -> None:
+    """The method inside the tunnel has to be told what is explained: the whole map had the wrong sign."""
+    model, x = nn.Sequential(conv_net(), nn.Linear(5, 1)).eval(), images()
+    da = DisentangledAttribution(NoiseTunnel(InputXGradient(model)), "0.features.4", subspaces(8))
+    found = da.explain(x, lambda y: -y[:, 0], nt_samples=2, stdevs=0.0).whole
+    # Without noise the mean of two samples is each of them, up to rounding.
+    torch.testing.assert_close(found, -InputXGradient(model).attribute(x.clone().requires_grad_(), target=0))
+    several = DisentangledAttribution(NoiseTunnel(InputXGradient(conv_net())), "features.4", subspaces(8))
+    assert several.explain(x, lambda y: y[:, 1] - y[:, 2], nt_samples=2).whole is not None
+
+
+def test_feature_masks_of_fewer_axes_are_for_all_examples() -> None:
+    """With as many examples as rows of pixels, the rows of a mask (H, W) were taken for examples."""
+    model, x, mask = conv_net(), images(12), torch.arange(144).reshape(12, 12) // 36
+    da = DisentangledAttribution(FeatureAblation(model), "features.4", subspaces(8), "gradient")
+    found = da.attribute(x, target=1, feature_mask=mask)
+    assert_same(found, da.attribute(x, target=1, feature_mask=mask[None, None]))
 
 
 def test_additional_arguments_with_a_batch_axis() -> None:

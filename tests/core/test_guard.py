@@ -158,6 +158,33 @@ def test_settings_of_pytorch():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_fused_attention_comes_back_with_the_last_of_several_guards():
+    """It is one switch for the whole process; guards of two models may end in any order."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    first, second = Guard(network()), Guard(network())
+    first.begin()
+    second.begin()
+    first.end()
+    assert not torch.backends.mha.get_fastpath_enabled()  # the second still needs it off
+    second.end()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers(layout):
+    model = network()
+    model.register_buffer("adjacency", torch.eye(4).to_sparse(layout=layout))
+    model[0].register_parameter("scale", nn.Parameter(torch.eye(4).to_sparse()))
+    kept, hooks = model.adjacency, len(model[2]._forward_hooks)
+    maps = DisentangledAttribution(InputXGradient(model), "2", subspaces(6)).attribute(
+        torch.rand(2, 4), target=1
+    )
+    assert maps.shape == (2, 3, 4)
+    assert model.adjacency is kept
+    assert len(model[2]._forward_hooks) == hooks
+
+
 def test_other_objects_are_kept():
     rule = type("Rule", (), {})()
     rule.kept = 1
@@ -182,6 +209,31 @@ def test_compiled_models_run_eagerly_inside():
     assert torch.equal(guarded(model, work), network()(x))
     assert seen == [1]
     assert model_state(model) == before
+
+
+@pytest.mark.parametrize("layer", ["0", "2"])
+def test_compiled_modules_inside_of_a_model_run_eagerly(layer):
+    """A graph that is compiled does not run hooks on what is inside of it: rules there had no effect."""
+
+    def maps(is_compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inner: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU())
+        model: Any = nn.Sequential(inner, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+        x = torch.rand(2, 4)
+        if is_compiled:
+            torch._dynamo.reset()  # graphs of other tests may fit
+            model[0] = torch.compile(inner, backend="eager")
+            model(x.clone().requires_grad_())  # as in training: hooks that come later are not in this graph
+        before = model_state(model)
+        compiled = vars(model[0]).get("forward")
+        zennit = DisentangledAttributor(Gradient(model, EpsilonPlus()), layer, subspaces(6)).explain(x, 1)
+        captum = DisentangledAttribution(LRP(model), layer, subspaces(6)).attribute(x, target=1)
+        assert model_state(model) == before
+        assert vars(model[0]).get("forward") is compiled
+        return [zennit.maps, captum]
+
+    for found, expected in zip(maps(True), maps(False), strict=True):
+        assert torch.equal(found, expected)  # the same operations
 
 
 @pytest.mark.parametrize("method", [InputXGradient, LRP])

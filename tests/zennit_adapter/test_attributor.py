@@ -16,7 +16,7 @@ from zennit.types import Linear
 
 from tests.closeness import assert_same
 from tests.zennit_adapter.models import slot_at, small_input, small_model, subspaces
-from zennit_drsa import DisentangledAttributor, DisentangledComposite, SubspaceFilter
+from zennit_drsa import ConvNetGamma, DisentangledAttributor, DisentangledComposite, SubspaceFilter
 
 TARGET = torch.eye(5, dtype=torch.float64)[[1, 4]]
 COMPOSITES = {
@@ -165,6 +165,64 @@ def test_occlusion_explains_the_model_of_the_relevance(composite):
     torch.testing.assert_close(maps, expected)
 
 
+def _log_probability(output: Tensor) -> Tensor:
+    return output.log_softmax(1)[:, 1]
+
+
+@pytest.mark.parametrize("composite", ["none", "plus"])
+@pytest.mark.parametrize("target", [1, [1, 4], _log_probability], ids=["int", "list", "fn"])
+def test_the_whole_map_of_occlusion_is_that_of_the_target(composite, target):
+    """Zennit's Occlusion sums what it is given: a gradient at the output would give one number everywhere."""
+    model, input = small_model(), small_input()
+    wrapped = Occlusion(model, COMPOSITES[composite](), window=(4, 4), stride=(4, 4))
+    found = DisentangledAttributor(wrapped, "pool", subspaces(6)).explain(input, target).whole
+    expected = torch.zeros_like(input)
+    for y in range(0, 8, 4):
+        for x in range(0, 8, 4):
+            mask = torch.zeros_like(input)
+            mask[:, :, y : y + 4, x : x + 4] = 1
+            output = model(input * mask).detach()
+            score = (
+                target(output) if callable(target) else output[range(2), torch.as_tensor(target).expand(2)]
+            )
+            expected += score[:, None, None, None] * mask
+    torch.testing.assert_close(found, expected)
+
+
+def test_occlusion_takes_a_function_as_the_score_and_a_tensor_as_its_gradient():
+    model, input, options = small_model(), small_input(), {"window": (4, 4), "stride": (4, 4)}
+    run = DisentangledAttributor(Occlusion(model, **options), "pool", subspaces(6), residual=True)
+    by_tensor, by_function = run(input, TARGET)[1], run(input, lambda output: output * TARGET)[1]
+    torch.testing.assert_close(by_tensor, by_function)
+    whole = Occlusion(model, **options)(input, lambda output: output * TARGET)[1]
+    torch.testing.assert_close(by_tensor.sum(1), whole)
+    torch.testing.assert_close(
+        run.concept_relevance(input, TARGET), run.concept_relevance(input, lambda output: output * TARGET)
+    )
+
+
+def test_two_steps_of_integrated_gradients_need_gradients():
+    """With relevance in the place of gradients, step 2 would hand contexts to rules as if they were it."""
+    wrapped = IntegratedGradients(small_model(), EpsilonPlus(), n_iter=2)
+    run = DisentangledAttributor(wrapped, "pool", subspaces(6), two_step=True)
+    with pytest.raises(ValueError, match="two steps integrate gradients, but the composite has rules"):
+        run(small_input(), TARGET)
+
+
+def test_attributors_with_a_way_of_their_own_are_refused():
+    class GradientTimesInput(Gradient):  # type: ignore[misc]
+        def forward(self, input, attr_output_fn):
+            output, gradient = super().forward(input, attr_output_fn)
+            return output, gradient * input
+
+    class Named(Gradient):  # type: ignore[misc]
+        """Nothing but a name."""
+
+    with pytest.raises(TypeError, match="GradientTimesInput has a method 'forward' of its own"):
+        DisentangledAttributor(GradientTimesInput(small_model()), "pool", subspaces(6))
+    DisentangledAttributor(Named(small_model()), "pool", subspaces(6))
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 def test_chunks_change_nothing(chunk):
     model, input, blocks = small_model(), small_input(), subspaces(6, 3)
@@ -232,6 +290,60 @@ def test_higher_order_gradients():
     _, maps = run(input, torch.ones(1, 2, dtype=torch.float64))
     gradients = torch.autograd.grad(maps.square().sum(), list(model.parameters()), allow_unused=True)
     assert all(g is not None and g.abs().sum() > 0 for g in gradients[:5])
+
+
+def test_rules_without_derivatives_are_not_differentiated():
+    """Their relevance has a graph, but one whose derivatives are others than those of the relevance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 2)).double()
+    input, start = torch.randn(1, 4, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    wrapped = Gradient(model, ConvNetGamma(0.25), create_graph=True)
+    with pytest.raises(ValueError, match="create_graph=True: the rule GeneralizedGamma"):
+        DisentangledAttributor(wrapped, "1", subspaces(6))(input, start)
+    # By Zennit alone, torch says so; and for a filter, whose derivatives would be filtered once more.
+    filtered = Gradient(model, DisentangledComposite(None, "1", subspaces(6), 0), create_graph=True)
+    for attributor in (wrapped, filtered):
+        with attributor:
+            relevance = attributor(input.clone(), start)[1]
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                relevance.square().sum().backward()
+
+
+@pytest.mark.parametrize("composite", ["none", "plus"])
+def test_a_function_of_a_single_output_is_a_score(composite):
+    """(N, 1) is the shape of an `attr_output` too: contexts were those of the value, not of its slope."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)).double().eval()
+    input = torch.rand(3, 4, dtype=torch.float64)
+    run = DisentangledAttributor(Gradient(model, COMPOSITES[composite]()), "1", subspaces(6))
+    columns: list[Any] = [torch.sigmoid, lambda output: 3 * output]
+    rows: list[Any] = [lambda output: torch.sigmoid(output[:, 0]), lambda output: 3 * output[:, 0]]
+    for of_column, of_row in zip(columns, rows, strict=True):
+        column, flat = run.explain(input, of_column), run.explain(input, of_row)
+        assert_same(column.maps, flat.maps)
+        assert_same(column.concept_relevance, flat.concept_relevance)
+    # What does not depend on the output is an `attr_output`, as before.
+    one = torch.ones(3, 1, dtype=torch.float64)
+    assert_same(run.concept_relevance(input, torch.ones_like), run.concept_relevance(input, one))
+
+
+def test_weights_that_change_while_rules_are_registered():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 1), nn.ReLU(), nn.Flatten(), nn.Linear(24, 2)]
+    model: Any = nn.Sequential(*layers).eval()
+    input = torch.rand(1, 3, 2, 2)
+
+    def maps(run: DisentangledAttributor) -> Tensor:
+        return run.explain(input, 1).maps
+
+    with DisentangledAttributor(Gradient(model, ConvNetGamma(0.5)), "3", subspaces(6)) as run:
+        before = maps(run)
+        with torch.no_grad():
+            model[2].weight.mul_(torch.randn(6, 6, 1, 1))
+        after = maps(run)
+    fresh = maps(DisentangledAttributor(Gradient(model, ConvNetGamma(0.5)), "3", subspaces(6)))
+    assert torch.equal(after, fresh)  # the same operations
+    assert not torch.allclose(before, after)
 
 
 def test_an_output_that_does_not_depend_on_the_layer():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -179,6 +181,20 @@ def test_networks_of_another_family_are_refused(model):
     with pytest.raises(ValueError, match=r"VGGGamma is for VGG .*doctor"):
         wrapped(torch.rand(1, 3, 32, 32), torch.ones(1, 2))
     assert model_state(network) == before
+
+
+def test_negative_inputs_of_the_rule_are_warned_about():
+    torch.manual_seed(0)
+    x = torch.rand(1, 3, 8, 8)
+    for activation in (nn.ReLU(), nn.LeakyReLU(0.3)):
+        head = [nn.Flatten(), nn.Linear(96, 3)]
+        model = nn.Sequential(nn.Conv2d(3, 6, 3), activation, nn.Conv2d(6, 6, 3), nn.ReLU(), *head).eval()
+        run = DisentangledAttributor(Gradient(model, VGGGamma((0.5,), low=0.0, high=1.0)), "3", subspaces(6))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.explain(x, 1)
+        is_warned = any("has negative inputs" in str(w.message) for w in caught)
+        assert is_warned == isinstance(activation, nn.LeakyReLU)
 
 
 @pytest.mark.parametrize("factory", [vgg11, alexnet])

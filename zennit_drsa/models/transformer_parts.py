@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from drsa_core.lrp import SMALLEST, at_least_single, by_contribution, passing
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..kept import BIASES, CanonicalPart
 
@@ -167,6 +168,7 @@ class _HalfGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradient: Tensor) -> Tensor:
         return 0.5 * gradient[0]
 
@@ -186,6 +188,7 @@ class _LinearNorm(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
         gradient = relevance[0] * factor

@@ -32,6 +32,11 @@ _Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
 
+# Guards that have switched PyTorch's fused attention off, and whether it was on before the first of them did.
+# It is one switch for the whole process, and guards of different models may end in any order.
+_without_fused_attention: set[int] = set()
+_had_fused_attention = True
+
 
 def guarded(
     model: nn.Module, work: Callable[[], _T], also: Iterable[object] = (), is_whole: bool = True
@@ -84,7 +89,6 @@ class Guard:
         self._lock: Any = None
         self._state: ModelState | None = None
         self._watch: Any = None
-        self._fused_attention: bool | None = None
 
     @property
     def is_active(self) -> bool:
@@ -95,12 +99,11 @@ class Guard:
         """Note the state of the model. Waits if another thread works on it."""
         self._interrupts.install()
         self._acquire()
+        self._switch_fused_attention_off()
         self._interrupts.deliver()
         self._state = state = ModelState(self._model, self._also)
         if not self._is_whole:
             self._watch = register_module_forward_pre_hook(_watching(state))
-        self._fused_attention = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         state.run_eagerly()
 
     @property
@@ -121,6 +124,21 @@ class Guard:
             self._interrupts.deliver()
         self._lock = lock
 
+    def _switch_fused_attention_off(self) -> None:
+        global _had_fused_attention
+        with _locks_lock:
+            if not _without_fused_attention:
+                _had_fused_attention = torch.backends.mha.get_fastpath_enabled()
+            _without_fused_attention.add(id(self))
+            torch.backends.mha.set_fastpath_enabled(False)
+
+    def _give_fused_attention_back(self) -> None:
+        with _locks_lock:
+            if id(self) in _without_fused_attention:
+                _without_fused_attention.remove(id(self))
+                if not _without_fused_attention:
+                    torch.backends.mha.set_fastpath_enabled(_had_fused_attention)
+
     def _restore(self) -> None:
         if self._watch is not None:
             self._watch.remove()
@@ -128,9 +146,7 @@ class Guard:
         if self._state is not None:
             self._state.restore()
             self._state = None
-        if self._fused_attention is not None:
-            torch.backends.mha.set_fastpath_enabled(self._fused_attention)
-            self._fused_attention = None
+        self._give_fused_attention_back()
         if self._lock is not None:
             lock, self._lock = self._lock, None
             lock.release()
@@ -149,7 +165,10 @@ def uninterrupted(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 # Code in which Ctrl-C is held back; all wrappers of `uninterrupted` share one code object.
-_UNINTERRUPTED: set[CodeType] = {Guard._acquire.__code__, Guard._restore.__code__, Guard.end.__code__}
+_UNINTERRUPTED: set[CodeType] = {
+    function.__code__
+    for function in (Guard._acquire, Guard._switch_fused_attention_off, Guard._restore, Guard.end)
+}
 
 
 class _Interrupts:
@@ -241,16 +260,23 @@ class ModelState:
                 if parameter is not None:
                     self._parameters.setdefault(parameter, (parameter.data, parameter.requires_grad))
             for buffer in module._buffers.values():
-                if buffer is not None and buffer not in self._buffers:
+                # Sparse ones have no address to compare, and no module of torch writes to them.
+                if buffer is not None and buffer.layout == torch.strided and buffer not in self._buffers:
                     self._buffers[buffer] = buffer.data, buffer.detach().clone()
             self._modules[module] = values, contents
         return len(self._modules) > n_known
 
     def run_eagerly(self) -> None:
-        """Switch `model.compile()` off: a compiled graph does not know the hooks that are about to come."""
+        """Switch compiled graphs off: they do not know the hooks that are about to come.
+
+        Those of `model.compile()`, and those of modules inside that `torch.compile` has wrapped.
+        """
         for module in self._modules:
             if vars(module).get("_compiled_call_impl") is not None:
                 vars(module)["_compiled_call_impl"] = None
+            original = module._modules.get("_orig_mod")
+            if original is not None and "forward" in vars(module):
+                vars(module)["forward"] = original.__call__
 
     def restore(self) -> None:
         """Put everything back. May be called again, also after a call that was interrupted."""
@@ -277,9 +303,11 @@ class ModelState:
 
 def _is_same(tensor: Tensor, data: Tensor) -> bool:
     """Whether a tensor still has these values, at the same address and in the same order."""
+    if tensor.layout != torch.strided or data.layout != torch.strided:
+        return tensor.layout == data.layout  # sparse parameters have no address; rules are for dense ones
     if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.dtype != data.dtype:
         return False
-    return tensor.layout != torch.strided or tensor.stride() == data.stride()
+    return tensor.stride() == data.stride()
 
 
 def _restore_dict(current: dict[Any, Any], before: dict[Any, Any]) -> None:

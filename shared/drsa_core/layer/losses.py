@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import Tensor, nn
 
 # Standard rules leave nothing on zero activations, and most layers have nothing around them.
 TOLERANCE = 1e-3
-_UNSAFE_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+_UNSAFE_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
+# Of torchvision and timm, by name: they leave out branches at random.
+_RANDOM_IN_TRAINING = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3d", "PatchDropout")
 
 
 class RelevanceLossWarning(UserWarning):
@@ -17,8 +20,9 @@ class RelevanceLossWarning(UserWarning):
 
 def lost_relevance(a: Tensor, relevance: Tensor) -> float:
     """Share of Σ|R| that sits on zero activations, where the virtual layer cannot pass it on."""
-    total = relevance.abs().sum()
-    return float(relevance.abs()[a == 0].sum() / total) if total > 0 else 0.0
+    # In double precision: sums of half precision overflow.
+    total = relevance.abs().sum(dtype=torch.float64)
+    return float(relevance.abs()[a == 0].sum(dtype=torch.float64) / total) if total > 0 else 0.0
 
 
 def warn_of_loss(lost: float, layer_name: str, tolerance: float = TOLERANCE) -> None:
@@ -35,9 +39,13 @@ def warn_of_loss(lost: float, layer_name: str, tolerance: float = TOLERANCE) -> 
 
 def share_around(around: tuple[Tensor | None, ...], through: tuple[Tensor, ...]) -> float:
     """Share of what reaches the inputs, by absolute value, that went around the layer."""
-    missed = sum((float(part.detach().abs().sum()) for part in around if part is not None), 0.0)
-    passed = sum(float(part.detach().abs().sum()) for part in through)
+    missed = sum((_size(part) for part in around if part is not None), 0.0)
+    passed = sum(map(_size, through))
     return missed / (missed + passed) if missed > 0 else 0.0
+
+
+def _size(part: Tensor) -> float:
+    return float(part.detach().abs().sum(dtype=torch.float64))
 
 
 def warn_of_bypass(share: float, layer_name: str, tolerance: float = TOLERANCE) -> None:
@@ -53,13 +61,31 @@ def warn_of_bypass(share: float, layer_name: str, tolerance: float = TOLERANCE) 
 
 
 def warn_of_training(model: nn.Module) -> None:
-    """Warn of layers that behave differently in training mode, in which explanations make no sense."""
+    """Warn of layers that behave differently in training mode, in which explanations make no sense.
+
+    Batch norms without running statistics do so in evaluation mode too.
+    """
     for name, module in model.named_modules():
-        if module.training and isinstance(module, _UNSAFE_IN_TRAINING):
-            where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_norm and not module.training and module.running_mean is None:
+            warnings.warn(
+                f"{where} normalises by the statistics of the batch, in evaluation mode too, so that "
+                "explanations depend on which examples are in it; use norms with track_running_stats=True, "
+                "or explain the same batch each time",
+                stacklevel=3,
+            )
+            return
+        if module.training and _is_unsafe_in_training(module):
             warnings.warn(
                 f"{where} is in training mode, so that explanations depend on the batch or on chance; call "
                 "model.eval() first",
                 stacklevel=3,
             )
             return
+
+
+def _is_unsafe_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, _UNSAFE_IN_TRAINING) or type(module).__name__ in _RANDOM_IN_TRAINING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,14 @@ class UpperNetwork:
         if not fits:
             self._shares_lower_part = False
             scores = self._scores_of_copies(rows)
+            if not torch.allclose(scores[:2], score.expand(2), rtol=tolerance, atol=1e-2 * tolerance):
+                warnings.warn(
+                    "the model gives an example another score in its batch than among copies of itself: it "
+                    f"mixes examples, or draws random numbers. Contexts at layer {request.layer_name!r} are "
+                    "those of the example by itself; explain a model that scores each example by itself, or "
+                    "one example at a time",
+                    stacklevel=2,
+                )
         self.score_at_zero = scores[2:]
 
     def __call__(self, activation: Tensor) -> Tensor:
@@ -76,10 +86,11 @@ class UpperNetwork:
     def _scores_of_copies(self, rows: Tensor) -> Tensor:
         try:
             return self._scores(rows)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             error.add_note(
                 f"This came from a batch of {len(rows)} copies of one example. The part above layer "
                 f"{self._request.layer_name!r} is run in batches of other sizes here: explain a model that "
-                "takes any number of examples, or use the gradient as the context (context_method='gradient')"
+                "takes any number of examples, with a target that does, or use the gradient as the context "
+                "(context_method='gradient')"
             )
             raise

@@ -2,7 +2,8 @@
 backwards.
 
 As in Zennit, relevance travels in the gradient slot: what a function here receives in its backward pass is
-the relevance of its output, what it returns is the relevance of its input.
+the relevance of its output, what it returns is the relevance of its input. Derivatives of relevance cannot
+be had through these functions: their forward passes have no true derivative, hence `once_differentiable`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import is_parametrized
 
 _MISSING = object()
 
@@ -84,6 +87,7 @@ class PassRelevance(torch.autograd.Function):
         return a.clone() if a is value else a
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         return relevance[0], None
 
@@ -101,6 +105,7 @@ class TimesInput(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         (value,) = ctx.saved_tensors
         return value * gradient[0], None
@@ -126,6 +131,7 @@ class OverDenominator(torch.autograd.Function):
         return output.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return (relevance[0] * inverse).to(relevance[0].dtype), None, None, None
@@ -153,6 +159,7 @@ class OverGammaDenominator(torch.autograd.Function):
         return z.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (r,) = relevance
         of_z, of_magnitude = ctx.saved_tensors
@@ -168,6 +175,7 @@ class DropSmall(torch.autograd.Function):
         return z.view_as(z)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
         (keep,) = ctx.saved_tensors
         return relevance[0] * keep, None
@@ -209,8 +217,30 @@ def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda z: passing(z, (lambda value: forward(value.clone())) if copies else forward)
 
 
+def check_exchangeable(module: nn.Module, name: str = "") -> None:
+    """Raise if a weight or bias is no parameter, so that a rule could not put another in its place.
+
+    The rule would exchange what the weight is made of, or nothing, and give wrong relevance.
+    """
+    for part in ("weight", "bias"):
+        if part in module._parameters:
+            continue
+        # A parametrised one is not looked at: that may be a step of its power iteration.
+        value = vars(module).get(part, module._buffers.get(part))
+        if is_parametrized(module, part) or isinstance(value, Tensor):
+            where = f"layer {name!r} ({type(module).__name__})" if name else f"a {type(module).__name__}"
+            raise ValueError(
+                f"the {part} of {where} is no parameter: it is computed from others (weight norm, spectral "
+                "norm, pruning) or a buffer, so that LRP rules cannot put another in its place. Explain a "
+                "copy of the model with plain weights: torch.nn.utils.parametrize.remove_parametrizations, "
+                "torch.nn.utils.remove_weight_norm or torch.nn.utils.prune.remove make them; or use a method "
+                "without rules"
+            )
+
+
 def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own parameters as its forward sees them, detached."""
+    check_exchangeable(module)
     return {name: None if (p := getattr(module, name)) is None else p.detach() for name in module._parameters}
 
 
