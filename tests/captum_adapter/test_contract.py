@@ -24,7 +24,7 @@ from captum.attr import (
     NoiseTunnel,
 )
 from captum.attr._core.deep_lift import SUPPORTED_NON_LINEAR, nonlinear
-from captum.attr._utils.lrp_rules import EpsilonRule, PropagationRule
+from captum.attr._utils.lrp_rules import EpsilonRule, GammaRule, IdentityRule, PropagationRule
 from torch import Tensor, nn
 
 import captum_drsa
@@ -71,6 +71,15 @@ def test_rules_are_attributes_of_modules() -> None:
     model[0].rule = EpsilonRule()
     assert isinstance(model[0].rule, PropagationRule)
     assert _captum.rules_on(model) == [("0", model[0].rule)]
+
+
+def test_rules_that_leave_weights_alone_share_the_method_that_does_nothing() -> None:
+    layer = nn.Linear(3, 4)
+    before = layer.weight.data_ptr()
+    EpsilonRule()._manipulate_weights(layer, None, None)
+    assert layer.weight.data_ptr() == before
+    assert IdentityRule._manipulate_weights is EpsilonRule._manipulate_weights
+    assert GammaRule._manipulate_weights is not EpsilonRule._manipulate_weights
 
 
 def test_the_two_passes_of_lrp_have_these_names() -> None:
