@@ -107,7 +107,7 @@ class DRSA(Estimator):
     With very unequal evidence two subspaces may share the strongest concept while a weak one gets none, and
     this is no failure of the solver. Let a strong concept have m = 1 and a weak one m = w. With q = 0.5, a
     subspace for each adds 1 + √w to the mean, two halves of the strong one 2√½: sharing pays for w < 0.17.
-    `balance` is the remedy; `examples/known_concepts.py --when` compares it with others.
+    `balance` works against it; `examples/known_concepts.py --when` compares it with other settings.
 
     Examples
     --------
