@@ -314,13 +314,12 @@ def main() -> None:
         # A batch of second derivatives of a network for photographs takes gigabytes.
         options.batch = 64 if options.network == "planted" else 1
     cases = planted(options) if options.network == "planted" else photographs(options)
-    outcomes = []
-    for case in cases:
-        outcomes.append(manipulated(case, options))
+    first = next(cases)
+    outcomes = [manipulated(first, options), *(manipulated(case, options) for case in cases)]
     report(outcomes, options.pool)
 
     shown = outcomes[0]
-    photo, image, other = (case.picture(x[0]) for x in (shown.photos, shown.result.image, shown.others))
+    photo, image, other = (first.picture(x[0]) for x in (shown.photos, shown.result.image, shown.others))
     figure = manipulated_map(
         (photo, image, other),
         shown.result.target_map[0],
