@@ -14,6 +14,15 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As torch has them where nobody asks for another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 kB; only where this user may mount one, in a container for instance."""
     mount, place = shutil.which("mount"), tmp_path / "disk"

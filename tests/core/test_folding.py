@@ -199,7 +199,7 @@ def test_patch_flipping_folds_a_module_and_runs_a_function_as_it_is(
 def test_a_copy_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomised(Network("plain")).float()
     wrong = fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 4)))
-    monkeypatch.setattr("drsa_core.evaluation.flipping.fold_batch_norms", lambda model: wrong)
+    monkeypatch.setattr("drsa_core.evaluation.running.fold_batch_norms", lambda model: wrong)
     inputs = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"patch_size": 4, "fill": "mean", "batch_size": 3}
     found = patch_flipping(model, inputs, inputs, 1, (0.0, 1.0), **options)

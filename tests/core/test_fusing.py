@@ -188,7 +188,7 @@ def test_patch_flipping_runs_others_without(why: str, monkeypatch: pytest.Monkey
         model, x = model.double(), x.double()
     if why == "wrong":
         wrong = fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 8)))
-        monkeypatch.setattr("drsa_core.evaluation.flipping.fuse_activations", lambda *_: wrong)
+        monkeypatch.setattr("drsa_core.evaluation.running.fuse_activations", lambda *_: wrong)
     options = {**OPTIONS, "batch_size": 5}
     found = patch_flipping(model, x, x, 1, (0.0, 1.0), **options)
     assert set(sizes) <= {1}  # tried on one image at most

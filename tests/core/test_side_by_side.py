@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA
-from drsa_core.solvers.side_by_side import side_by_side
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+from drsa_core.side_by_side import side_by_side
 
 
 def test_results_come_in_order_from_two_threads_with_one_thread_each(two_threads: None) -> None:

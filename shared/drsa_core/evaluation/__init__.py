@@ -1,8 +1,9 @@
 """How good concept maps are: patch flipping and scores of Notes D–G, statistics, prototypes (section 5)."""
 
 from .ablation import ConceptAblation, compare_ablations, concept_ablation
+from .filling import Preprocessing
 from .fills import FILLS, Fill
-from .flipping import FlippingCurves, Preprocessing, patch_flipping
+from .flipping import FlippingCurves, patch_flipping
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
 from .prototypes import Prototypes, select_prototypes, top_images
 from .quantus import explain_func

@@ -57,3 +57,36 @@ def _fastest(pace: Pace) -> Generator[Pace, float, float]:
     for _ in range(TRIES):
         seconds.append((yield pace))
     return min(seconds[1:])
+
+
+class Paces:
+    """The pace of the next batch: what was asked for, or what is still being tried.
+
+    Parameters
+    ----------
+    batch_size : int, optional
+        Asked for, with inputs in the memory format in which they come; nothing is tried.
+    formats : tuple of memory formats
+        To be tried if no batch size was asked for.
+
+    Attributes
+    ----------
+    now : Pace
+    """
+
+    def __init__(self, batch_size: int | None, formats: tuple[torch.memory_format, ...]) -> None:
+        self._tries = probe(formats) if batch_size is None else None
+        self.now = next(self._tries) if self._tries is not None else Pace(batch_size or FIRST, None)
+
+    @property
+    def found(self) -> bool:
+        """Whether it stays as it is."""
+        return self._tries is None
+
+    def note(self, seconds: float) -> None:
+        """Take note of the seconds per image of a batch."""
+        if self._tries is not None:
+            try:
+                self.now = self._tries.send(seconds)
+            except StopIteration as end:
+                self.now, self._tries = end.value, None

@@ -12,11 +12,11 @@ from scipy.stats import ortho_group
 from torch import Tensor
 from tqdm import tqdm
 
+from ..side_by_side import one_by_one, side_by_side
 from .coarse import COARSE_TOL, COARSE_WARM_UP, Climb, Reduction, climb, finish, reduce_problem
 from .objective import Objective
 from .paper_loop import Callback, Result
 from .quasi_newton import quasi_newton
-from .side_by_side import one_by_one, side_by_side
 from .span import reduce_to_span
 
 #: Seconds after which a run is long enough to tell how long it still takes.
