@@ -16,7 +16,7 @@ from .backends import SAMPLES, make_backend
 from .checks import check_by_ablation, check_stability, compare_gammas
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
-from .images import ClassImages, find_classes
+from .images import ClassImages, class_folders, find_classes
 from .jobs import LEARNED, LINES, SINGLE, Job, labelled_job, learned_job, of_concepts, random_job, single_job
 from .networks import Network, load_network, with_gamma, with_upper_gamma
 from .tables import write_tables
@@ -26,6 +26,9 @@ STAGES = ("main", "layers", "subspaces", "dims", "attribution", "ablation", "sta
 GAMMA_STAGE = "gamma"
 #: IBD with concept vectors of the classes of the photographs, where no other labels are at hand.
 CLASS_VECTORS = "ibd-classes"
+#: Whose concepts are learned: those of each class, or one set of all classes in train, which may be others
+#: than those in val.
+PER_CLASS, COMMON = "class", "common"
 ATTRIBUTIONS = ("noise", "gxi", "ig", "shapley", "lrp")
 
 
@@ -61,6 +64,12 @@ class BenchmarkSettings:
     backend: str = field(default="lrp", metadata=about("attribution method", str, tuple(SAMPLES)))
     classes: tuple[str, ...] | None = field(
         default=None, metadata=about("indices or folder names; default: all", str)
+    )
+    concepts: str = field(
+        default=PER_CLASS,
+        metadata=about(
+            "learned for each class, or one set for the classes in train", str, (PER_CLASS, COMMON)
+        ),
     )
     subspaces: int = field(default=4, metadata=about("K of the main tables", int))
     stages: tuple[str, ...] = field(
@@ -141,17 +150,21 @@ class BenchmarkSettings:
         """What decides the numbers: a run goes on in a folder only if these are as they were."""
         ignored = {"out", "max_minutes", "stages", "batch_size", "layers", "ks", "dims", "seeds"}
         ignored |= {"attributions", "methods", "gammas"}
-        if self.gamma is None:  # folders from before there was this setting stay readable
+        # Folders from before there were these settings stay readable.
+        if self.gamma is None:
             ignored.add("gamma")
+        if self.concepts == PER_CLASS:
+            ignored.add("concepts")
         return {name: str(value) for name, value in sorted(asdict(self).items()) if name not in ignored}
 
 
 def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = print) -> list[Record]:
     """Learn, explain and evaluate; write OUT/tables.md, .csv and .json and OUT/figures.
 
-    Each class gets subspaces from its training images: random ones, Max-Rel, PCA and PRCA for one subspace;
-    random ones, DSA and DRSA for K. Their maps are evaluated on the validation images by patch flipping
-    (AUPC), total relevance, separability and peakness. A run that was interrupted goes on where it ended.
+    Each class gets subspaces from its training images, or all get one common set: random ones, Max-Rel, PCA
+    and PRCA for one subspace; random ones, DSA and DRSA for K. Their maps are evaluated on the validation
+    images by patch flipping (AUPC), total relevance, separability and peakness. A run that was interrupted
+    goes on where it ended.
 
     Parameters
     ----------
@@ -169,6 +182,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     if settings.gamma is not None:
         network = with_gamma(network, settings.gamma)
     layer = network.layer_or(settings.layer)
+    classes, learned_from = _classes(settings)
     experiment = Experiment(
         network,
         settings.out,
@@ -179,9 +193,9 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
         settings.batch_size,
         None if settings.max_minutes is None else begin + 60 * settings.max_minutes,
         say,
+        learned_from,
     )
-    classes = find_classes(settings.data, settings.classes, settings.train_images, settings.val_images)
-    counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in classes)
+    counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in (*learned_from, *classes))
     say(f"{settings.model}, {layer}, {settings.backend}; training + validation images: {counts}")
     try:
         records = _run_stages(settings, experiment, network, layer, classes)
@@ -196,6 +210,25 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
             say(f"wrote {file}")
     say(f"{len(records)} evaluations after {time.monotonic() - begin:.0f} s")
     return records
+
+
+def _classes(settings: BenchmarkSettings) -> tuple[list[ClassImages], list[ClassImages]]:
+    """Classes to evaluate, and those that one common set of concepts is learned from."""
+    if settings.concepts == PER_CLASS:
+        n_train, n_val = settings.train_images, settings.val_images
+        return find_classes(settings.data, settings.classes, n_train, n_val), []
+    asked_for = {*settings.stages, *(settings.methods or ())}
+    of_one_class = sorted(asked_for & {"stability", GAMMA_STAGE, CLASS_VECTORS})
+    if of_one_class:
+        raise ValueError(f"with common concepts there is no {', '.join(of_one_class)}; leave it out")
+    train, val = settings.data / "train", settings.data / "val"
+    return (
+        [
+            ClassImages(c.index, c.name, [], c.files[: settings.val_images])
+            for c in class_folders(val, settings.classes)
+        ],
+        [ClassImages(c.index, c.name, c.files[: settings.train_images], []) for c in class_folders(train)],
+    )
 
 
 def _run_stages(

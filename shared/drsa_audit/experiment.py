@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,6 +64,9 @@ class Experiment:
         `time.monotonic()` after which no further job is begun.
     say : function
         What a line about each evaluation is given to.
+    learned_from : sequence of ClassImages
+        Classes whose training images all subspaces are learned from, each image explained for its own class.
+        Without them each class has subspaces of its own.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class Experiment:
         batch_size: int = 4,
         deadline: float | None = None,
         say: Callable[[str], None] = print,
+        learned_from: Sequence[ClassImages] = (),
     ) -> None:
         self.network, self.out, self.evaluation, self.say = network, out, evaluation, say
+        self.learned_from = learned_from
         self.positions, self.seed, self.batch_size, self.deadline = positions, seed, batch_size, deadline
         self._images: dict[str, tuple[Tensor, list[str]]] = {}
         self.unreadable: set[str] = set()
@@ -162,7 +167,15 @@ class Experiment:
         return [record for file in files for record in json.loads(file.read_text())]
 
     def pairs(self, layer: str, backend: Backend, images: ClassImages) -> Pairs:
-        """Activations and contexts of the training images of a class."""
+        """Activations and contexts of the training images of a class, or of all that are learned from."""
+        if not self.learned_from:
+            return self._pairs(layer, backend, images)
+        parts = [self._pairs(layer, backend, each) for each in self.learned_from]
+        # Common subspaces are meant for any target.
+        known = [part.provenance and replace(part.provenance, target=None) for part in parts]
+        return Pairs.concatenate([part.with_provenance(p) for part, p in zip(parts, known, strict=True)])
+
+    def _pairs(self, layer: str, backend: Backend, images: ClassImages) -> Pairs:
         folder = self.out / "pairs" / layer / images.name
         whole = folder / "all.safetensors"
         if not whole.exists():
@@ -174,13 +187,16 @@ class Experiment:
 
     def subspaces(self, layer: str, backend: Backend, images: ClassImages, job: Job) -> Subspaces:
         """The fitted subspaces of a job, with the training curve in their metadata."""
-        file = self.out / "subspaces" / layer / images.name / f"{job.name}.safetensors"
+        whose = "common" if self.learned_from else images.name
+        file = self.out / "subspaces" / layer / whose / f"{job.name}.safetensors"
         if not file.exists():
             begin = time.perf_counter()
             pairs = self.pairs(layer, backend, images)
             found = job.fit(pairs)
             file.parent.mkdir(parents=True, exist_ok=True)
-            found = found.with_metadata(class_index=images.index, fit_seconds=time.perf_counter() - begin)
+            found = found.with_metadata(fit_seconds=time.perf_counter() - begin)
+            if not self.learned_from:
+                found = found.with_metadata(class_index=images.index)
             if pairs.provenance is not None:  # explaining with another method or network gives a warning
                 found = found.with_provenance(pairs.provenance)
             found.save(file)

@@ -196,7 +196,7 @@ def _difference(ours: Series, other: Series, metric: str) -> dict[str, Any]:
         "mean": round(summary.mean, DIGITS),
         "error": round(summary.standard_error, DIGITS) if summary.n_classes > 1 else None,
         # One number for each class leaves nothing to draw from.
-        "interval": None if metric in CLASS_METRICS else [round(low, DIGITS), round(high, DIGITS)],
+        "interval": None if len(by_class) == len(gain) else [round(low, DIGITS), round(high, DIGITS)],
         "better": better,
         "n_classes": len(by_class),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,8 @@ pytest.importorskip("matplotlib")
 
 from drsa_audit import BenchmarkSettings, Network, run_benchmark
 from drsa_audit.networks import SuitableRules
+from drsa_audit.summary import summarise_records
+from drsa_core import PRCA, Pairs, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
 from zennit.composites import EpsilonPlus
 
@@ -166,6 +170,37 @@ def test_time_that_is_over_leaves_what_there_is(settings: BenchmarkSettings) -> 
     assert "out of time; the same command goes on from here" in said
     some = run_benchmark(replace(settings, methods=("prca",), stages=("main",)), said.append)
     assert run_benchmark(replace(settings, max_minutes=-1.0), said.append) == some
+
+
+def test_common_concepts_are_learned_once_from_all_training_classes(
+    settings: BenchmarkSettings, tmp_path: Path
+) -> None:
+    data = random_photos(tmp_path / "other", ["001_a", "003_b", "005_c"], 3, 1, 64)
+    for folder in ("train/005_c", "val/001_a", "val/003_b"):  # learned from other classes than evaluated on
+        shutil.rmtree(data / folder)
+    (data / "val/003_b").mkdir()
+    shutil.copy(next((data / "val/005_c").iterdir()), data / "val/003_b/same.png")
+    common = replace(
+        settings, data=data, concepts="common", stages=("main",), methods=("drsa", "prca", "dsa")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ProvenanceWarning)
+        records = run_benchmark(common, lambda line: None)
+    assert {r["class"] for r in records} == {"003_b", "005_c"}
+    assert len(records) == 2 * 4
+    files = sorted(file.name for file in (settings.out / "subspaces/1").rglob("*.safetensors"))
+    assert len(files) == 3  # one for each method, not for each class
+    learned = [Pairs.load(settings.out / f"pairs/1/{name}/all.safetensors") for name in ("001_a", "003_b")]
+    a, c = (torch.cat([getattr(pairs, name) for pairs in learned]) for name in "ac")
+    expected = PRCA(1).fit(a, c).subspaces_
+    found = Subspaces.load(next((settings.out / "subspaces/1/common").glob("prca*")))
+    torch.testing.assert_close(found.basis[:, :1].abs(), expected.basis[:, :1].abs(), rtol=0, atol=1e-5)
+    # One photograph a class: classes are what varies, and there is no interval within them.
+    table = summarise_records(records, "1", 2)["tables"]["many"]
+    assert table["differences"]["dsa"]["aupc"]["interval"] is None
+    assert table["differences"]["dsa"]["aupc"]["n_classes"] == 2
+    with pytest.raises(ValueError, match="with common concepts there is no stability"):
+        run_benchmark(replace(common, stages=("main", "stability")), lambda line: None)
 
 
 def test_quick_takes_few_images_and_the_main_stage() -> None:
