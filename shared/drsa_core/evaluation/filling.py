@@ -27,7 +27,8 @@ class Preprocessing:
     Attributes
     ----------
     to_pixels, to_inputs : callable
-        Batches (N, C, H, W) to batches of that shape, inverse to one another.
+        Batches (N, C, H, W) to batches of that shape, inverse to one another. They may be called from several
+        threads at once.
     """
 
     to_pixels: Callable[[Tensor], Tensor]

@@ -75,8 +75,12 @@ class Paces:
     """
 
     def __init__(self, batch_size: int | None, formats: tuple[torch.memory_format, ...]) -> None:
-        self._tries = probe(formats) if batch_size is None else None
-        self.now = next(self._tries) if self._tries is not None else Pace(batch_size or FIRST, None)
+        self._tries: Probe | None = None
+        if batch_size is None:
+            self._tries = probe(formats)
+            self.now = next(self._tries)
+        else:
+            self.now = Pace(batch_size, None)
 
     @property
     def found(self) -> bool:
