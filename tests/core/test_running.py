@@ -91,6 +91,15 @@ def test_a_given_batch_size_gives_the_same_bits(two_threads: None, model: nn.Mod
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_inside_of_modes_of_torch(two_threads: None, model: nn.Module, images: Tensor, mode: Any) -> None:
+    options = {**OPTIONS, "fill": "mean", "batch_size": 4}
+    expected = patch_flipping(model, images, images, 1, UNITS, **options)
+    with mode():
+        found = patch_flipping(model, images, images, 1, UNITS, **options)
+    assert torch.equal(found.scores, expected.scores)
+
+
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_an_error_ends_all_and_leaves_the_threads(
     two_threads: None, model: nn.Module, images: Tensor, kind: type[BaseException]

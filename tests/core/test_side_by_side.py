@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,14 @@ def test_results_come_in_order_from_two_threads_with_one_thread_each(two_threads
     assert {n_threads for _, n_threads, _ in found} == {1}
     assert len({name for _, _, name in found}) == 2
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_modes_are_those_of_the_caller(two_threads: None, mode: Any) -> None:
+    with mode():
+        here = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        there = side_by_side(lambda _: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(3))
+    assert there == [here] * 3
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
