@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
 from ._zennit import describe_method, holds_relevance
+from .arguments import checked_arguments
 from .reuse import SecondRuns, refused_second_runs
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
@@ -267,6 +268,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     def _before_model(self, module: nn.Module, args: Any) -> None:
         self._n_runs = 0
         if self._second_runs is None:  # a composite adds its rules after its canonizers
+            self._handles += checked_arguments(module)
             self._second_runs = refused_second_runs(module)
         self._second_runs.start()
 

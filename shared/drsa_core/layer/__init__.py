@@ -5,6 +5,7 @@ from .contexts import ContextMethod, GradientContext, IntegratedGradientsContext
 from .cut import Cut, gradients_at_cut, gradients_at_inputs
 from .find import eager, find_layer
 from .guard import Guard, guarded, uninterrupted
+from .keywords import inputs_in_place
 from .losses import (
     TOLERANCE,
     RelevanceLossWarning,
@@ -44,6 +45,7 @@ __all__ = [
     "gradients_at_cut",
     "gradients_at_inputs",
     "guarded",
+    "inputs_in_place",
     "lost_relevance",
     "share_around",
     "sum_over_positions",
