@@ -300,9 +300,13 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         def on_request() -> _T:
             self._put_inputs_in_place()
             request = with_batch_axes(given)
-            if self._record.at_input is not None:
-                request = FromLayer(request, *self._lower_layer).request()
-            return work(request)
+            if self._record.at_input is None:
+                return work(request)
+            network = FromLayer(request, *self._lower_layer)
+            try:
+                return work(network.request())
+            finally:
+                network.release()
 
         if self._model is not None:
             warn_of_training(self._model)
@@ -319,7 +323,9 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
     def _restored(self, work: Callable[[], _T]) -> _T:
         """`work()`, after which the model and its rules are as they were."""
         if self._model is None:
-            return guarded(self.layer, work, is_whole=False)
+            # Modules that are noted as they run have hooks then, if the layer method has put some there.
+            known = () if self._record.at_input is None else self._lower_layer[:1]
+            return guarded(self.layer, work, known, is_whole=False)
         return guarded(self._model, work, [rule for _, rule in rules_on(self._model)])
 
     def _request(self, inputs: Inputs, target: Target, args: Any = None, is_step_1: bool = False) -> Request:

@@ -131,7 +131,8 @@ class LRPPass:
             raise ValueError(
                 "no gradient flows from the explained score to layer "
                 f"{self._name!r} or from that layer to every input: the model detaches an activation "
-                "(torch.no_grad, .detach(), argmax), which LRP cannot pass"
+                "(torch.no_grad, .detach(), argmax, checkpointing with use_reentrant=True), which LRP cannot "
+                "pass"
             ) from error
 
     def _below(self, cotangent: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from .losses import (
     warn_of_loss,
     warn_of_training,
 )
-from .request import Forward, Inputs, Request, copies, with_batch_axes
+from .request import Forward, Inputs, Request, copies, is_backward, with_batch_axes
 from .shapes import as_activation, check_fits, sum_over_positions
 from .upper_network import UpperNetwork
 from .virtual_layer import context_from_relevance, filter_context, filter_relevance
@@ -46,6 +46,7 @@ __all__ = [
     "gradients_at_inputs",
     "guarded",
     "inputs_in_place",
+    "is_backward",
     "lost_relevance",
     "share_around",
     "sum_over_positions",
