@@ -52,7 +52,7 @@ def rules_on(model: nn.Module) -> list[tuple[str, PropagationRule]]:
     return [
         (name, value)
         for name, module in model.named_modules()
-        for value in vars(module).values()
+        for value in list(vars(module).values())  # another thread may be putting its rules there
         if isinstance(value, PropagationRule)
     ]
 
