@@ -317,6 +317,9 @@ def _is_same(tensor: Tensor, data: Tensor) -> bool:
 
 
 def _restore_dict(current: dict[Any, Any], before: dict[Any, Any]) -> None:
+    # What was added is taken out one by one: another thread may be reading the module meanwhile.
+    for key in [key for key in current if key not in before]:
+        del current[key]
     if list(current) == list(before):
         for key, value in before.items():
             if current[key] is not value:
