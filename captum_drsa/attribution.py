@@ -207,7 +207,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
 
         def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
             with torch.no_grad():
-                score = request.select(request.forward(*copies(request.inputs), *request.args))
+                score = request.select(request.forward(*copies((*request.inputs, *request.args))))
             around = measure_bypass(request)
             return self._both_steps(request, self._options(request, kwargs)), score, around
 

@@ -56,8 +56,8 @@ class FromLayer(nn.Module):
 
         Parts that are checkpointed run again in the backward pass, and get `output` there as well.
         """
-        request, layer = self._parts
-        n_inputs, n_runs, is_forward = len(request.inputs), 0, True
+        layer = self._parts[1]
+        n_runs, is_forward = 0, True
 
         def put(module: nn.Module, inputs: object, own: object) -> Tensor | None:
             nonlocal n_runs
@@ -75,7 +75,7 @@ class FromLayer(nn.Module):
         self.release()
         self._handle = layer.register_forward_hook(put)
         try:
-            return self.forward_func(*copies(args[:n_inputs]), *args[n_inputs:])
+            return self.forward_func(*copies(args))
         finally:
             is_forward = False
 

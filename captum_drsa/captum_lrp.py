@@ -94,7 +94,7 @@ class LRPPass:
             activations.append(activation.detach().clone())
 
         handle = request.layer.register_forward_hook(note)
-        output = hooks.first_pass(copies(self._inputs), request.args)
+        output = hooks.first_pass(copies(self._inputs), copies(request.args))
         handle.remove()
         if len(activations) != 1:
             raise ValueError(
@@ -124,7 +124,7 @@ class LRPPass:
 
     def _second_pass(self, hooks: RuleHooks, request: Request) -> Tensor:
         try:
-            return hooks.second_pass(copies(self._inputs), request.args)
+            return hooks.second_pass(copies(self._inputs), copies(request.args))
         except RuntimeError as error:
             if "doesn't require grad" not in str(error):
                 raise

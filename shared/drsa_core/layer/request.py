@@ -90,7 +90,7 @@ class Request:
     def n_outputs(self) -> int | None:
         """Number of the model's outputs, by one forward pass; None if its output is not (n, n_outputs)."""
         with torch.no_grad():
-            output = self.forward(*copies(self.inputs), *self.args)
+            output = self.forward(*copies((*self.inputs, *self.args)))
         return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
 
     def run(self, cut: Callable[[Tensor], Tensor]) -> Any:
@@ -118,7 +118,7 @@ class Request:
             return cut(self._checked(activation, len(self)))
 
         with _hooked(self.layer, self.layer_name, hook):
-            output = self.forward(*copies(self.inputs), *self.args)
+            output = self.forward(*copies((*self.inputs, *self.args)))
             if not n_runs:
                 raise ValueError(_not_reached(self.layer_name))
             is_forward = False
@@ -136,10 +136,9 @@ class Request:
             found.append(self._checked(activation, len(args[0])))
             raise _Stop
 
-        n_inputs = len(self.inputs)
         with _hooked(self.layer, self.layer_name, hook):
             try:
-                self.forward(*copies(args[:n_inputs]), *args[n_inputs:])
+                self.forward(*copies(args))
             except _Stop:
                 return found[0]
         raise ValueError(_not_reached(self.layer_name))
@@ -148,9 +147,20 @@ class Request:
         return as_activation(activation, self.layer, self.layer_name, self.channel_dim, n_examples)
 
 
-def copies(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a model may overwrite: the first layer may work in place."""
-    return tuple(x.clone() for x in inputs)
+def copies(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of a forward function that it may overwrite: a layer, or the model itself, may work in place.
+
+    Tensors are copied, also those in lists, tuples and dictionaries.
+    """
+    return tuple(_copied(value) for value in args)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return {key: _copied(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def with_batch_axes(request: Request) -> Request:
@@ -171,7 +181,7 @@ def with_batch_axes(request: Request) -> Request:
     choices.append((False,) * len(unclear))
     examples = sorted({0, *(_most_different(request.args[i]) for i in only)})
     with torch.no_grad():
-        expected = request.select(request.forward(*copies(request.inputs), *request.args))
+        expected = request.select(request.forward(*copies((*request.inputs, *request.args))))
         for choice in choices:
             if _reproduces(replace(request, has_batch_axis=choice), expected, examples):
                 return replace(request, has_batch_axis=choice)
@@ -186,7 +196,7 @@ def _reproduces(request: Request, expected: Tensor, examples: Sequence[int]) -> 
     for i in examples:
         try:
             part = request.example(i) if len(request) > 1 else request.repeated(2)
-            score = part.select(part.forward(*copies(part.inputs), *part.args))
+            score = part.select(part.forward(*copies((*part.inputs, *part.args))))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return False
         # Another batch size may change the order of summation, hence not bit for bit.
