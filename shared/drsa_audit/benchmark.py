@@ -181,6 +181,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
         say,
     )
     classes = find_classes(settings.data, settings.classes, settings.train_images, settings.val_images)
+    experiment.check_photographs(classes)
     counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in classes)
     say(f"{settings.model}, {layer}, {settings.backend}; training + validation images: {counts}")
     try:
