@@ -15,6 +15,7 @@ from .losses import (
     warn_of_loss,
     warn_of_training,
 )
+from .random_numbers import drawn_again
 from .request import Forward, Inputs, Request, copies, is_backward, with_batch_axes
 from .shapes import as_activation, check_fits, sum_over_positions
 from .upper_network import UpperNetwork
@@ -38,6 +39,7 @@ __all__ = [
     "context_from_relevance",
     "contexts_by_example",
     "copies",
+    "drawn_again",
     "eager",
     "filter_context",
     "filter_relevance",
