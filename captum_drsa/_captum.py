@@ -25,6 +25,7 @@ __all__ = [
     "deep_lift_copy",
     "draw_baselines",
     "logged",
+    "modules_with_hooks",
     "rules_on",
 ]
 
@@ -51,9 +52,18 @@ def rules_on(model: nn.Module) -> list[tuple[str, PropagationRule]]:
     return [
         (name, value)
         for name, module in model.named_modules()
-        for value in vars(module).values()
+        for value in list(vars(module).values())  # another thread may be putting its rules there
         if isinstance(value, PropagationRule)
     ]
+
+
+def modules_with_hooks(method: object, model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules on which `LRP` or `DeepLift` puts hooks that read their input, with their names."""
+    leaves = [(name, m) for name, m in model.named_modules() if next(m.children(), None) is None]
+    if isinstance(method, LRP):
+        return leaves
+    is_lift = isinstance(method, DeepLift)
+    return [(name, m) for name, m in leaves if is_lift and type(m) in SUPPORTED_NON_LINEAR]
 
 
 def by_concept(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

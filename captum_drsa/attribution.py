@@ -18,6 +18,7 @@ from drsa_core.layer import (
     eager,
     find_layer,
     guarded,
+    inputs_in_place,
     warn_of_training,
     with_batch_axes,
 )
@@ -26,7 +27,7 @@ from drsa_core.provenance import describe_target
 from drsa_core.target import Target, as_listed
 from torch import Tensor, nn
 
-from ._captum import logged, rules_on
+from ._captum import logged, modules_with_hooks, rules_on
 from .below_layer import FromLayer
 from .context import measure_bypass
 from .inputs import as_arguments, as_inputs
@@ -206,7 +207,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
 
         def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
             with torch.no_grad():
-                score = request.select(request.forward(*copies(request.inputs), *request.args))
+                score = request.select(request.forward(*copies((*request.inputs, *request.args))))
             around = measure_bypass(request)
             return self._both_steps(request, self._options(request, kwargs)), score, around
 
@@ -297,19 +298,34 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         given = self._request(inputs, target, args, is_step_1)
 
         def on_request() -> _T:
+            self._put_inputs_in_place()
             request = with_batch_axes(given)
-            if self._record.at_input is not None:
-                request = FromLayer(request, *self._lower_layer).request()
-            return work(request)
+            if self._record.at_input is None:
+                return work(request)
+            network = FromLayer(request, *self._lower_layer)
+            try:
+                return work(network.request())
+            finally:
+                network.release()
 
         if self._model is not None:
             warn_of_training(self._model)
         return self._restored(on_request)
 
+    def _put_inputs_in_place(self) -> None:
+        """For Captum's hooks, those of the method and of the context's; the guard takes these off."""
+        if self._model is None:
+            return
+        of_context = (getattr(self._context_method, name, None) for name in ("method", "attributor"))
+        for method in (within_tunnels(self.attribution_method), *of_context):
+            inputs_in_place(modules_with_hooks(method, self._model))
+
     def _restored(self, work: Callable[[], _T]) -> _T:
         """`work()`, after which the model and its rules are as they were."""
         if self._model is None:
-            return guarded(self.layer, work, is_whole=False)
+            # Modules that are noted as they run have hooks then, if the layer method has put some there.
+            known = () if self._record.at_input is None else self._lower_layer[:1]
+            return guarded(self.layer, work, known, is_whole=False)
         return guarded(self._model, work, [rule for _, rule in rules_on(self._model)])
 
     def _request(self, inputs: Inputs, target: Target, args: Any = None, is_step_1: bool = False) -> Request:

@@ -21,8 +21,9 @@ from captum.attr import (
     IntegratedGradients,
     Saliency,
 )
-from drsa_core.layer import Request, copies
+from drsa_core.layer import Request, copies, is_backward
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .relevance_model import as_tensors
 
@@ -43,6 +44,7 @@ class FromLayer(nn.Module):
         self.forward_func = request.forward  # a child module if it is one: DeepLift looks for its layers
         self.layer_name = layer_name
         self._parts = (request, layer)  # in a tuple, so that the layer does not become a child a second time
+        self._handle: RemovableHandle | None = None
 
     @property
     def original(self) -> Request:
@@ -50,26 +52,38 @@ class FromLayer(nn.Module):
         return self._parts[0]
 
     def forward(self, output: Tensor, *args: Any) -> Any:
-        """The network's output if its inputs are `args` and the layer gives `output`."""
-        request, layer = self._parts
-        n_inputs, n_runs = len(request.inputs), 0
+        """The network's output if its inputs are `args` and the layer gives `output`.
 
-        def put(module: nn.Module, inputs: object, own: object) -> Tensor:
+        Parts that are checkpointed run again in the backward pass, and get `output` there as well.
+        """
+        layer = self._parts[1]
+        n_runs, is_forward = 0, True
+
+        def put(module: nn.Module, inputs: object, own: object) -> Tensor | None:
             nonlocal n_runs
-            n_runs += 1
+            if not is_forward and not is_backward():
+                return None
+            n_runs += is_forward
             if n_runs > 1:
                 raise ValueError(
                     f"layer {self.layer_name!r} of the layer method runs more than once in a forward pass, "
                     "so that it has no single output; choose a layer that runs once, or explain one of the "
                     "inputs that share it with the others held constant"
                 )
-            return output
+            return output.clone()  # what follows may work in place
 
-        handle = layer.register_forward_hook(put)
+        self.release()
+        self._handle = layer.register_forward_hook(put)
         try:
-            return self.forward_func(*copies(args[:n_inputs]), *args[n_inputs:])
+            return self.forward_func(*copies(args))
         finally:
-            handle.remove()
+            is_forward = False
+
+    def release(self) -> None:
+        """Take the hook of the last forward pass off the layer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def request(self) -> Request:
         """What is to be explained, with e as the only input."""

@@ -94,7 +94,7 @@ class LRPPass:
             activations.append(activation.detach().clone())
 
         handle = request.layer.register_forward_hook(note)
-        output = hooks.first_pass(copies(self._inputs), request.args)
+        output = hooks.first_pass(copies(self._inputs), copies(request.args))
         handle.remove()
         if len(activations) != 1:
             raise ValueError(
@@ -124,14 +124,15 @@ class LRPPass:
 
     def _second_pass(self, hooks: RuleHooks, request: Request) -> Tensor:
         try:
-            return hooks.second_pass(copies(self._inputs), request.args)
+            return hooks.second_pass(copies(self._inputs), copies(request.args))
         except RuntimeError as error:
             if "doesn't require grad" not in str(error):
                 raise
             raise ValueError(
                 "no gradient flows from the explained score to layer "
                 f"{self._name!r} or from that layer to every input: the model detaches an activation "
-                "(torch.no_grad, .detach(), argmax), which LRP cannot pass"
+                "(torch.no_grad, .detach(), argmax, checkpointing with use_reentrant=True), which LRP cannot "
+                "pass"
             ) from error
 
     def _below(self, cotangent: Tensor, retain_graph: bool = True) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from drsa_core.layer.contexts import rows_per_run
 from torch import Tensor
 
 from .below_layer import original
-from .inputs import as_captum_target
+from .inputs import as_captum_target, for_own_arguments
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LayerAttributionContext:
         if not isinstance(self.attributor, PerturbationAttribution):
             for x in inputs:
                 x.requires_grad_(x.is_floating_point())  # else Captum does it, and warns
-        relevance = self.attributor.attribute(
+        relevance = for_own_arguments(self.attributor, request).attribute(
             inputs if len(inputs) > 1 else inputs[0],
             target=as_captum_target(request.target),
             additional_forward_args=request.args or None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from captum.attr import Attribution, DeepLift, FeatureAblation, NoiseTunnel
-from drsa_core.layer import Request, gradients_at_inputs
+from drsa_core.layer import Request, drawn_again, gradients_at_inputs
 from torch import Tensor
 
 from ._captum import by_concept, call_forward, deep_lift_copy
@@ -105,12 +105,11 @@ def explain_by_surrogate(
     attributor = copy.copy(method)
     attributor.forward_func = recording = _Recording(model)
     inputs = tuple(x.detach() for x in request.inputs)
-    devices = {x.device for x in inputs if x.is_cuda}
     concepts = []
     for k in range(model.n_concepts):
         recording.concept = k
         # The last concept leaves the generators as one run does, those before it as they were.
-        with torch.no_grad(), torch.random.fork_rng(devices, enabled=k + 1 < model.n_concepts):
+        with torch.no_grad(), drawn_again(inputs, k + 1 < model.n_concepts):
             maps: Any = attributor.attribute(inputs, additional_forward_args=args_of_rows(request), **options)
         concepts.append(maps if isinstance(maps, tuple) else (maps,))
     return tuple(torch.stack(parts, dim=1) for parts in zip(*concepts, strict=True))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from drsa_core.layer import Inputs
+from captum.attr import Attribution, NoiseTunnel
+from drsa_core.layer import Inputs, Request, copies
 from drsa_core.target import Target, as_listed
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def as_inputs(inputs: Inputs, method: str, must_be_floating: str | None) -> tuple[Tensor, ...]:
@@ -68,3 +71,26 @@ def as_captum_target(target: Target) -> Any:
         return target
     numbers = torch.as_tensor(target).reshape(-1).tolist()
     return numbers[0] if len(numbers) == 1 else [(number,) for number in numbers]
+
+
+def for_own_arguments(method: Attribution, request: Request) -> Attribution:
+    """The method, with a model that cannot change the additional arguments.
+
+    Captum hands the same ones to every forward pass, and a model may work in place on them. To be used inside
+    `guarded`, which takes the hook off.
+    """
+    if not request.args:
+        return method
+    if isinstance(request.forward, nn.Module):
+        request.forward.register_forward_pre_hook(lambda module, args: copies(args))
+        return method
+    return of_function(method, lambda *args: request.forward(*copies(args)))
+
+
+def of_function(method: Attribution, forward: Callable[..., Tensor]) -> Attribution:
+    """A copy of the method that explains another function, also inside of a `NoiseTunnel`."""
+    method = copy.copy(method)
+    method.forward_func = forward
+    if isinstance(method, NoiseTunnel):
+        method.attribution_method = of_function(method.attribution_method, forward)
+    return method

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
 from drsa_core.explainer import Explainer
-from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
+from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, copies
 from drsa_core.validation import check_finite
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from .below_layer import FromLayer
 from .captum_lrp import LRPPass
 from .context import ShapleyContext
 from .explain import explain_at_input
-from .inputs import as_captum_target
+from .inputs import as_captum_target, for_own_arguments, of_function
 from .methods import Explain, Method, within_tunnels
 from .relevance_model import RelevanceModel, baseline_relevance, check_baselines
 
@@ -113,7 +112,10 @@ class TwoSteps(Explainer):
         if callable(target):
             if isinstance(within_tunnels(method), DeepLift | LRP):
                 return None
-            method, target = _of_function(method, lambda *args: request.select(request.forward(*args))), None
+            forward, target = request.forward, None
+            method = of_function(method, lambda *args: request.select(forward(*copies(args))))
+        else:
+            method = for_own_arguments(method, request)
         method = copy.copy(method)  # Captum keeps its working state on the attributor
         inputs = request.inputs[0].detach().clone()
         if self._record.needs_gradient:
@@ -170,15 +172,6 @@ class TwoSteps(Explainer):
             )
         check_finite(activation, f"the activation of layer {self.layer_name!r}")
         check_finite(context, f"the context at layer {self.layer_name!r}")
-
-
-def _of_function(method: Attribution, forward: Callable[..., Tensor]) -> Attribution:
-    """A copy of the method that explains another function, also inside of a `NoiseTunnel`."""
-    method = copy.copy(method)
-    method.forward_func = forward
-    if isinstance(method, NoiseTunnel):
-        method.attribution_method = _of_function(method.attribution_method, forward)
-    return method
 
 
 def _sum_of_pixels(maps: tuple[Tensor, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
@@ -197,6 +198,15 @@ def multiplies_by_input(hook: Hook) -> bool:
 def exchanges_parameters(hook: Hook) -> bool:
     """Whether one of Zennit's rules puts other parameters into its layer. Those here see to it themselves."""
     return isinstance(hook, BasicHook) and type(hook) not in (Epsilon, Norm)
+
+
+def runs_with_input_alone(hook: Hook) -> bool:
+    """Whether a rule runs its module again with its first argument and no other.
+
+    Zennit does so up to 0.5.1. A hook class of this package says so with `runs_with_input_alone = True`.
+    """
+    own = getattr(type(hook), "runs_with_input_alone", False) is True
+    return own or (is_basic(hook) and "kwargs" not in signature(BasicHook.forward).parameters)
 
 
 def original_backward(hook: Hook, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:

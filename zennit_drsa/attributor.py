@@ -12,6 +12,7 @@ from drsa_core.explainer import check_subspaces, single_input
 from drsa_core.layer import (
     TOLERANCE,
     Inputs,
+    drawn_again,
     eager,
     find_layer,
     guarded,
@@ -220,12 +221,12 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             start, scores = self._explained(target)
             step = self._context(input, start, scores)
             self._check_start(step.output, start, target)
-            state = torch.get_rng_state()
-            maps = self._maps(input, start)[1].movedim(0, 1)
+            with drawn_again([input], whole):
+                maps = self._maps(input, start)[1].movedim(0, 1)
             explained = start
             if isinstance(self.attributor, Occlusion):  # which sums what it is given over the outputs
                 explained = scores_as_output(target)
-            by_itself, kept = self._whole_and_kept(input, explained, state) if whole else (None, None)
+            by_itself, kept = self._whole_and_kept(input, explained) if whole else (None, None)
             check_finite(maps, self.model, input, start)
             integrates = isinstance(self.attributor, IntegratedGradients)
             return Explanation(
@@ -250,12 +251,12 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         return self._in_context(lambda: collect(*args, **kwargs))
 
     def _explain(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
-        state = torch.get_rng_state()
-        output, maps = self._maps(input, start)
+        with drawn_again([input], self.residual):
+            output, maps = self._maps(input, start)
         self._check_start(output, start, None)
         relevance = maps.movedim(0, 1)
         if self.residual:
-            whole = self._whole(input, self._terms_of_score(start), state)
+            whole = self._whole(input, self._terms_of_score(start))
             relevance = torch.cat([relevance, (whole - relevance.sum(1)).unsqueeze(1)], dim=1)
         check_finite(relevance, self.model, input, start)
         return output, relevance

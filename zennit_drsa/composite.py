@@ -13,6 +13,7 @@ from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
 from ._zennit import describe_canonizers, exchanges_parameters, hooks_by_module
+from .arguments import checked_arguments
 from .filter import Concept, SubspaceFilter
 
 _T = TypeVar("_T")
@@ -77,6 +78,7 @@ class GuardedComposite(Composite):  # type: ignore[misc]
             super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
             _check_parameters(module)
+            self.handles.extend(checked_arguments(module))
         except BaseException:
             self._guard = guard
             self.remove()

@@ -49,9 +49,8 @@ class ConceptMaps(Explainer):
 
     # ------------------------------------------------------------------ maps, shape (K, N, *input)
 
-    def _whole(self, input: Tensor, start: AttrOutput, state: Tensor) -> Tensor:
-        """The map of the wrapped attributor, with the same noise as for its parts."""
-        torch.set_rng_state(state)
+    def _whole(self, input: Tensor, start: AttrOutput) -> Tensor:
+        """The map of the wrapped attributor; it has the noise of its parts if these were `drawn_again`."""
         whole: Tensor = self.attributor.forward(input.clone(), start)[1].detach()
         return whole
 
@@ -59,16 +58,14 @@ class ConceptMaps(Explainer):
         """What the wrapped attributor is to be given, so that it explains the score that its parts do."""
         return terms_of_score(start) if isinstance(self.attributor, Occlusion) else start
 
-    def _whole_and_kept(
-        self, input: Tensor, start: AttrOutput, state: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def _whole_and_kept(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, dict[str, Tensor] | None]:
         """The map of the wrapped attributor, and what does not reach it, where that can be told (`kept`)."""
         in_one_pass = type(self.attributor) is Gradient and holds_relevance(self.model, self.slot)
         if not (in_one_pass and keeps_relevance(self.model)):
-            return self._whole(input, start, state), None
+            return self._whole(input, start), None
         kept = KeptRelevance(len(input))
         with kept.measured(self.model):
-            whole = self._whole(input, start, state)
+            whole = self._whole(input, start)
         return whole, kept.by_label()
 
     def _maps(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:

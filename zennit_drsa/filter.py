@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
 from ._zennit import describe_method, holds_relevance
+from .arguments import checked_arguments
 from .reuse import SecondRuns, refused_second_runs
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
@@ -203,7 +204,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         self._virtual_layer: VirtualLayer | None = None
         self._handles: list[RemovableHandle] = []
         self._hook_handle: RemovableHandle | None = None
-        self._n_runs = 0
+        self._n_runs: int | None = None  # None outside of forward passes: what is checkpointed runs again
         self._second_runs: SecondRuns | None = None
 
     def apply(self, root_module: nn.Module) -> list[SubspaceFilter]:
@@ -267,13 +268,15 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     def _before_model(self, module: nn.Module, args: Any) -> None:
         self._n_runs = 0
         if self._second_runs is None:  # a composite adds its rules after its canonizers
+            self._handles += checked_arguments(module)
             self._second_runs = refused_second_runs(module)
         self._second_runs.start()
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        n_runs, self._n_runs = self._n_runs, None
         if self._second_runs is not None:
             self._second_runs.stop()
-        if self._n_runs == 0:
+        if n_runs == 0:
             raise ValueError(
                 f"layer {self._name!r} was not run in the forward pass of {type(module).__name__}; choose a "
                 "layer that is called as a module"
@@ -287,8 +290,9 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         self._hook_handle = module.register_forward_hook(self._after_layer)
 
     def _after_layer(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._n_runs += 1
-        if self._n_runs > 1:
+        if self._n_runs is not None:
+            self._n_runs += 1
+        if self._n_runs is not None and self._n_runs > 1:
             raise ValueError(
                 f"layer {self._name!r} runs more than once in a forward pass, so its output is not one "
                 "activation; choose a layer that runs once (e.g. the block around it)"

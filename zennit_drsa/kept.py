@@ -55,13 +55,17 @@ class KeptRelevance:
             for module in model.modules():
                 if next(module.children(), None) is None:
                     # First before and last behind the hooks of rules.
-                    before = module.register_forward_pre_hook(self._before, prepend=True)
+                    before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
                     stack.callback(before.remove)
-                    stack.callback(module.register_forward_hook(self._behind).remove)
+                    behind = module.register_forward_hook(self._behind, with_kwargs=True)
+                    stack.callback(behind.remove)
             yield
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(self._tapped(module, x) for x in args)
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tapped = {name: self._tapped(module, x) for name, x in keywords.items()}
+        return tuple(self._tapped(module, x) for x in args), tapped
 
     def _tapped(self, module: nn.Module, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.requires_grad:
@@ -71,9 +75,11 @@ class KeptRelevance:
         x.register_hook(lambda relevance: self._count(module, relevance, -1.0))
         return x
 
-    def _behind(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _behind(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> None:
         # Where nothing of the input carries relevance, the module is no part of its way.
-        carries = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        carries = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *keywords.values()))
         if carries and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda relevance: self._count(module, relevance, 1.0))
 

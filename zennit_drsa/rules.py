@@ -47,6 +47,7 @@ class GraphRule(Hook, ABC):  # type: ignore[misc]
     """
 
     replaces_gradient = True  # see `_zennit.replaces_gradient`
+    runs_with_input_alone = True  # see `_zennit.runs_with_input_alone`
 
     def __init__(self, stabilizer: float = STABILIZER) -> None:
         super().__init__()
@@ -245,6 +246,8 @@ class GeneralizedGamma(ForwardRule):
         Added to d with its sign.
     """
 
+    runs_with_input_alone = True
+
     def __init__(
         self, gamma: float, threshold: float = THRESHOLD, bias: str = "neuron", stabilizer: float = 0.0
     ) -> None:
@@ -308,6 +311,8 @@ class BoundedInput(ForwardRule):
     bias : {"neuron", "authors"}
         "neuron": the paper, no bias in d. "authors": their program, which subtracts b from d.
     """
+
+    runs_with_input_alone = True
 
     def __init__(self, low: Bound, high: Bound, threshold: float = THRESHOLD, bias: str = "neuron") -> None:
         super().__init__()

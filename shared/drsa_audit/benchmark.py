@@ -186,7 +186,8 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     experiment = Experiment(
         network,
         settings.out,
-        settings.of_numbers(),
+        settings.of_numbers()
+        | ({"learned_from": str([c.name for c in learned_from])} if learned_from else {}),
         Evaluation(settings.schedule, settings.fill),
         settings.positions,
         settings.seed,
@@ -195,7 +196,10 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
         say,
         learned_from,
     )
-    counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in (*learned_from, *classes))
+    # A class that is learned from and evaluated has both kinds of photographs.
+    all_images = {c.name: c for c in (*learned_from, *classes)}.values()
+    experiment.check_photographs(list(all_images))
+    counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in all_images)
     say(f"{settings.model}, {layer}, {settings.backend}; training + validation images: {counts}")
     try:
         records = _run_stages(settings, experiment, network, layer, classes)
@@ -221,13 +225,11 @@ def _classes(settings: BenchmarkSettings) -> tuple[list[ClassImages], list[Class
     of_one_class = sorted(asked_for & {"stability", GAMMA_STAGE, CLASS_VECTORS})
     if of_one_class:
         raise ValueError(f"with common concepts there is no {', '.join(of_one_class)}; leave it out")
-    train, val = settings.data / "train", settings.data / "val"
+    train = {c.name: c.files[: settings.train_images] for c in class_folders(settings.data / "train")}
+    val = class_folders(settings.data / "val", settings.classes)
     return (
-        [
-            ClassImages(c.index, c.name, [], c.files[: settings.val_images])
-            for c in class_folders(val, settings.classes)
-        ],
-        [ClassImages(c.index, c.name, c.files[: settings.train_images], []) for c in class_folders(train)],
+        [ClassImages(c.index, c.name, train.get(c.name, []), c.files[: settings.val_images]) for c in val],
+        [ClassImages(c.index, c.name, train[c.name], []) for c in class_folders(settings.data / "train")],
     )
 
 

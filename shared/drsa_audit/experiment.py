@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from .backends import Backend, make_backend
 from .images import ClassImages, load_images
 from .jobs import Job, Reading
 from .networks import Network
+from .work import files_digest
 
 Record: TypeAlias = dict[str, Any]
 
@@ -98,6 +100,42 @@ class Experiment:
                 changes = ", ".join(f"{key}: {before.get(key)} → {settings[key]}" for key in other)
                 raise ValueError(f"{out} was begun with other settings ({changes}); choose another folder")
         write_json(begun, settings)
+
+    def check_photographs(self, classes: Sequence[ClassImages]) -> None:
+        """Refuse to go on with other photographs of a class than those that its results are of.
+
+        To be called with all photographs that the runs may use. A folder from before they were noted goes on
+        with those of now.
+        """
+        for images in classes:
+            file = self.out / "photographs" / f"{images.name}.json"
+            here = _digests(images)
+            if self._has_begun(images):
+                if file.exists():
+                    self._compare(images, json.loads(file.read_text()), here)
+                else:
+                    self.say(
+                        f"{self.out} does not say of which photographs of {images.name} its results are; "
+                        "they are taken to be those of now"
+                    )
+            write_json(file, here)
+
+    def _has_begun(self, images: ClassImages) -> bool:
+        kinds, name = ("pairs", "subspaces", "results"), glob.escape(images.name)
+        return any(next((self.out / kind).rglob(name), None) is not None for kind in kinds)
+
+    def _compare(self, images: ClassImages, before: dict[str, str], here: dict[str, str]) -> None:
+        changes = {
+            "changed": [name for name in here if name in before and before[name] != here[name]],
+            "new": [name for name in here if name not in before],
+            "missing": [name for name in before if name not in here],
+        }
+        found = [f"{what}: {_some(names)}" for what, names in changes.items() if names]
+        if found:
+            raise ValueError(
+                f"the results of {images.name} in {self.out} are of other photographs ({'; '.join(found)}); "
+                "put those of before back, or choose another folder for the results"
+            )
 
     def run(
         self, stage: str, layer: str, backend: Backend, classes: Sequence[ClassImages], jobs: Sequence[Job]
@@ -267,6 +305,16 @@ class Experiment:
                 f"{time.strftime('%H:%M:%S')} {stage} {layer} {images.name} {label(record)} seed {job.seed}: "
                 f"AUPC {aupc:.3f}; {record['explain_seconds']:.0f} s maps, {network:.0f} s flipping"
             )
+
+
+def _digests(images: ClassImages) -> dict[str, str]:
+    """Digest of the content of each photograph, by part, folder and name."""
+    parts = [("train", file) for file in images.train] + [("val", file) for file in images.val]
+    return {f"{part}/{file.parent.name}/{file.name}": files_digest([file]) for part, file in parts}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def label(record: Record | Reading) -> str:

@@ -86,6 +86,38 @@ def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> N
         run_benchmark(replace(settings, samples=3), lambda line: None)
 
 
+def test_other_photographs_are_refused(settings: BenchmarkSettings) -> None:
+    settings = replace(settings, stages=("main",), methods=("prca",))
+    before = run_benchmark(settings, lambda line: None)
+    photo = settings.data / "val" / "003_b" / "00.png"
+    kept = photo.read_bytes()
+    photo.write_bytes((settings.data / "val" / "003_b" / "01.png").read_bytes())
+    with pytest.raises(ValueError, match=r"results of 003_b .* \(changed: val/003_b/00.png\); put those"):
+        run_benchmark(settings, lambda line: None)
+    photo.rename(photo.with_name("09.png"))
+    with pytest.raises(ValueError, match=r"\(new: val/003_b/09.png; missing: val/003_b/00.png\)"):
+        run_benchmark(settings, lambda line: None)
+    photo.with_name("09.png").unlink()
+    photo.write_bytes(kept)
+    assert run_benchmark(settings, lambda line: None) == before
+    # Another folder takes what is there.
+    photo.write_bytes(kept + b"more")
+    assert run_benchmark(replace(settings, out=settings.out.parent / "new"), lambda line: None)
+
+
+def test_folders_from_before_photographs_were_noted_go_on(settings: BenchmarkSettings) -> None:
+    settings = replace(settings, stages=("main",), methods=("prca",))
+    before = run_benchmark(settings, lambda line: None)
+    for file in (settings.out / "photographs").iterdir():
+        file.unlink()
+    said: list[str] = []
+    assert run_benchmark(settings, said.append) == before
+    assert sum("does not say of which photographs" in line for line in said) == 2
+    said.clear()
+    assert run_benchmark(settings, said.append) == before
+    assert not any("does not say" in line for line in said)
+
+
 def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> None:
     pytest.importorskip("sklearn")
     data = random_photos(settings.out.parent / "three", ["001_a", "003_b", "005_c"], 3, 2, 64)
@@ -199,6 +231,9 @@ def test_common_concepts_are_learned_once_from_all_training_classes(
     table = summarise_records(records, "1", 2)["tables"]["many"]
     assert table["differences"]["dsa"]["aupc"]["interval"] is None
     assert table["differences"]["dsa"]["aupc"]["n_classes"] == 2
+    shutil.move(data / "train/003_b", data / "train/004_d")
+    with pytest.raises(ValueError, match=r"begun with other settings \(learned_from"):
+        run_benchmark(common, lambda line: None)
     with pytest.raises(ValueError, match="with common concepts there is no stability"):
         run_benchmark(replace(common, stages=("main", "stability")), lambda line: None)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from captum.attr import LRP, InputXGradient
 from drsa_core.layer import Guard, guarded, uninterrupted
+from drsa_core.layer.guard import _restore_dict
 from torch import nn
 from zennit.attribution import Gradient
 from zennit.composites import EpsilonPlus
@@ -194,6 +195,25 @@ def test_other_objects_are_kept():
 
     guarded(network(), work, [rule])
     assert vars(rule) == {"kept": 1}
+
+
+def test_further_modules_are_kept():
+    model, other = network(), network()
+    before = model_state(other)
+    guarded(model, lambda: hooks_changed(other), [other])
+    assert model_state(other) == before
+
+
+def test_what_was_added_is_taken_out_while_others_read():
+    """A module without its attributes, for however short a time, fails in another thread."""
+
+    class Read(dict):  # type: ignore[type-arg]
+        def clear(self) -> None:
+            raise AssertionError("read meanwhile")
+
+    current = Read(first=1, second=2, added=3)
+    _restore_dict(current, {"first": 1, "second": 0})
+    assert current == {"first": 1, "second": 0}
 
 
 def test_compiled_models_run_eagerly_inside():

@@ -5,6 +5,7 @@ from .contexts import ContextMethod, GradientContext, IntegratedGradientsContext
 from .cut import Cut, gradients_at_cut, gradients_at_inputs
 from .find import eager, find_layer
 from .guard import Guard, guarded, uninterrupted
+from .keywords import inputs_in_place
 from .losses import (
     TOLERANCE,
     RelevanceLossWarning,
@@ -14,7 +15,8 @@ from .losses import (
     warn_of_loss,
     warn_of_training,
 )
-from .request import Forward, Inputs, Request, copies, with_batch_axes
+from .random_numbers import drawn_again
+from .request import Forward, Inputs, Request, copies, is_backward, with_batch_axes
 from .shapes import as_activation, check_fits, sum_over_positions
 from .upper_network import UpperNetwork
 from .virtual_layer import context_from_relevance, filter_context, filter_relevance
@@ -37,6 +39,7 @@ __all__ = [
     "context_from_relevance",
     "contexts_by_example",
     "copies",
+    "drawn_again",
     "eager",
     "filter_context",
     "filter_relevance",
@@ -44,6 +47,8 @@ __all__ = [
     "gradients_at_cut",
     "gradients_at_inputs",
     "guarded",
+    "inputs_in_place",
+    "is_backward",
     "lost_relevance",
     "share_around",
     "sum_over_positions",

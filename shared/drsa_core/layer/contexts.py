@@ -121,10 +121,7 @@ class _Path:
         weight = torch.as_tensor(weights).to(activation.device, exact)
         result = torch.zeros(len(weights), *activation.shape, dtype=exact, device=activation.device)
         for some, their_weights in zip(path.split(size), weight.split(size, dim=1), strict=True):
-            rows = (some * activation).requires_grad_()
-            with torch.enable_grad():
-                score = self.upper(rows.clone())
-            (gradient,) = torch.autograd.grad(score.sum(), rows)
+            gradient = self.upper.gradient(some * activation)
             result += torch.tensordot(their_weights, gradient.to(exact), 1).unsqueeze(1)
         return result
 

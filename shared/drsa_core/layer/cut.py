@@ -56,9 +56,7 @@ def gradients_at_cut(
     gradient: Tensor | None = None
     around: tuple[Tensor | None, ...] = ()
     if outputs.requires_grad:
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            outputs, (activation, *inputs), grad_outputs, allow_unused=True, **options
-        )
+        found = _gradients(outputs, (activation, *inputs), grad_outputs, **options)
         gradient, around = found[0], tuple(found[1:])
     if gradient is None:
         raise ValueError(
@@ -77,9 +75,9 @@ def gradients_at_inputs(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients at the inputs, or an error that says why there are none."""
-    gradients: tuple[Tensor | None, ...] = (None,)
+    gradients: Sequence[Tensor | None] = (None,)
     if outputs.requires_grad:
-        gradients = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True, **options)
+        gradients = _gradients(outputs, inputs, grad_outputs, **options)
     found = tuple(gradient for gradient in gradients if gradient is not None)
     if len(found) != len(inputs):
         raise ValueError(
@@ -87,3 +85,17 @@ def gradients_at_inputs(
             "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
         )
     return found
+
+
+def _gradients(
+    outputs: Tensor, inputs: tuple[Tensor, ...], grad_outputs: Tensor | None, **options: Any
+) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True, **options)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise ValueError(
+            "the model is checkpointed in a way through which gradients at a layer cannot be had: switch "
+            "checkpointing off, or set use_reentrant=False in it"
+        ) from error

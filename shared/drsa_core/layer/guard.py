@@ -54,7 +54,8 @@ def guarded(
         What to do. It runs outside of inference mode, and without PyTorch's fused attention, which would
         leave out the hooks on the modules inside.
     also : iterable of objects
-        Objects outside the tree of modules whose attributes are to be kept, such as Captum's rules.
+        Objects outside the tree of modules whose attributes are to be kept, such as Captum's rules, and
+        further modules.
     is_whole : bool
         Whether `model` is all that runs. If not (a forward function that is no module), further modules are
         noted as they run.
@@ -245,8 +246,13 @@ class ModelState:
         self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, dict[Any, Any]]]] = {}
         self._parameters: dict[nn.Parameter, tuple[Tensor, bool]] = {}
         self._buffers: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        self._objects = [(vars(thing), dict(vars(thing))) for thing in also]
+        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.add(model)
+        for thing in also:
+            if isinstance(thing, nn.Module):
+                self.add(thing)
+            else:
+                self._objects.append((vars(thing), dict(vars(thing))))
 
     def add(self, model: nn.Module) -> bool:
         """Take in the modules of another model, as they are now; says whether there was a new one."""
@@ -311,6 +317,9 @@ def _is_same(tensor: Tensor, data: Tensor) -> bool:
 
 
 def _restore_dict(current: dict[Any, Any], before: dict[Any, Any]) -> None:
+    # What was added is taken out one by one: another thread may be reading the module meanwhile.
+    for key in [key for key in current if key not in before]:
+        del current[key]
     if list(current) == list(before):
         for key, value in before.items():
             if current[key] is not value:

@@ -90,16 +90,26 @@ class Request:
     def n_outputs(self) -> int | None:
         """Number of the model's outputs, by one forward pass; None if its output is not (n, n_outputs)."""
         with torch.no_grad():
-            output = self.forward(*copies(self.inputs), *self.args)
+            output = self.forward(*copies((*self.inputs, *self.args)))
         return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
 
     def run(self, cut: Callable[[Tensor], Tensor]) -> Any:
         """The model's output, with `cut(activation)` in the place of the layer's activation."""
-        n_runs = 0
+        with self.running(cut) as output:
+            return output
+
+    @contextmanager
+    def running(self, cut: Callable[[Tensor], Tensor]) -> Iterator[Any]:
+        """As `run`, for a `cut` that gives another value than the activation, and a backward pass inside.
+
+        Parts of a model that are checkpointed run a second time in the backward pass. What they compute there
+        must be what they computed before: the layer gets `cut(activation)` again.
+        """
+        n_runs, is_forward = 0, True
 
         def hook(activation: object) -> Tensor:
             nonlocal n_runs
-            n_runs += 1
+            n_runs += is_forward
             if n_runs > 1:
                 raise ValueError(
                     f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
@@ -107,11 +117,12 @@ class Request:
                 )
             return cut(self._checked(activation, len(self)))
 
-        with _hooked(self.layer, hook):
-            output = self.forward(*copies(self.inputs), *self.args)
-        if not n_runs:
-            raise ValueError(_not_reached(self.layer_name))
-        return output
+        with _hooked(self.layer, self.layer_name, hook):
+            output = self.forward(*copies((*self.inputs, *self.args)))
+            if not n_runs:
+                raise ValueError(_not_reached(self.layer_name))
+            is_forward = False
+            yield output
 
     def activation(self) -> Tensor:
         """φ(x), shape (N, …, D, …); nothing above the layer is run."""
@@ -125,10 +136,9 @@ class Request:
             found.append(self._checked(activation, len(args[0])))
             raise _Stop
 
-        n_inputs = len(self.inputs)
-        with _hooked(self.layer, hook):
+        with _hooked(self.layer, self.layer_name, hook):
             try:
-                self.forward(*copies(args[:n_inputs]), *args[n_inputs:])
+                self.forward(*copies(args))
             except _Stop:
                 return found[0]
         raise ValueError(_not_reached(self.layer_name))
@@ -137,9 +147,20 @@ class Request:
         return as_activation(activation, self.layer, self.layer_name, self.channel_dim, n_examples)
 
 
-def copies(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a model may overwrite: the first layer may work in place."""
-    return tuple(x.clone() for x in inputs)
+def copies(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of a forward function that it may overwrite: a layer, or the model itself, may work in place.
+
+    Tensors are copied, also those in lists, tuples and dictionaries.
+    """
+    return tuple(_copied(value) for value in args)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return {key: _copied(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def with_batch_axes(request: Request) -> Request:
@@ -160,7 +181,7 @@ def with_batch_axes(request: Request) -> Request:
     choices.append((False,) * len(unclear))
     examples = sorted({0, *(_most_different(request.args[i]) for i in only)})
     with torch.no_grad():
-        expected = request.select(request.forward(*copies(request.inputs), *request.args))
+        expected = request.select(request.forward(*copies((*request.inputs, *request.args))))
         for choice in choices:
             if _reproduces(replace(request, has_batch_axis=choice), expected, examples):
                 return replace(request, has_batch_axis=choice)
@@ -175,7 +196,7 @@ def _reproduces(request: Request, expected: Tensor, examples: Sequence[int]) -> 
     for i in examples:
         try:
             part = request.example(i) if len(request) > 1 else request.repeated(2)
-            score = part.select(part.forward(*copies(part.inputs), *part.args))
+            score = part.select(part.forward(*copies((*part.inputs, *part.args))))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return False
         # Another batch size may change the order of summation, hence not bit for bit.
@@ -191,18 +212,31 @@ def _most_different(rows: Tensor) -> int:
 
 
 @contextmanager
-def _hooked(layer: nn.Module, hook: Callable[[object], Tensor]) -> Iterator[None]:
-    thread = threading.get_ident()
+def _hooked(layer: nn.Module, name: str, hook: Callable[[object], Tensor]) -> Iterator[None]:
+    thread, needs_graph = threading.get_ident(), torch.is_grad_enabled()
 
     def forward_hook(module: nn.Module, args: object, output: object) -> Tensor | None:
-        # Another thread may run the same model for other purposes.
-        return hook(output) if threading.get_ident() == thread else None
+        # Another thread may run the same model for other purposes. Backward passes have threads of their own.
+        if threading.get_ident() != thread and not is_backward():
+            return None
+        if needs_graph and not torch.is_grad_enabled():
+            raise ValueError(
+                f"layer {name!r} runs without gradients inside of the model, so that nothing can be passed "
+                "back through it: switch checkpointing off, or set use_reentrant=False in it; or take the "
+                "torch.no_grad() away, or choose a layer above it"
+            )
+        return hook(output)
 
     handle = layer.register_forward_hook(forward_hook)
     try:
         yield
     finally:
         handle.remove()
+
+
+def is_backward() -> bool:
+    """Whether this runs in a backward pass: what is checkpointed runs again there."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _not_reached(name: str) -> str:

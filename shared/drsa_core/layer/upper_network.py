@@ -63,16 +63,20 @@ class UpperNetwork:
 
         The activations may be overwritten: the next layer may work in place (ReLU after a convolution).
         """
-        request = self._request
-        if not self._shares_lower_part:
-            request = request.repeated(len(activation))
-        score = request.select(request.run(lambda _: activation))
-        if len(score) != len(activation):
-            raise ValueError(
-                f"the model gives {len(score)} rows for {len(activation)} activations at layer "
-                f"{request.layer_name!r}; the first axis of the activation must run over the examples"
-            )
-        return score
+        request = self._request_for(len(activation))
+        return _scores_of(request, request.run(lambda _: activation), len(activation))
+
+    def gradient(self, activation: Tensor) -> Tensor:
+        """Gradients ∂y/∂a at activations, both of shape (n, …, D, …)."""
+        rows = activation.detach().requires_grad_()
+        request = self._request_for(len(rows))
+        with torch.enable_grad(), request.running(lambda _: rows.clone()) as output:
+            score = _scores_of(request, output, len(rows))
+            (gradient,) = torch.autograd.grad(score.sum(), rows)
+        return gradient
+
+    def _request_for(self, n_rows: int) -> Request:
+        return self._request if self._shares_lower_part else self._request.repeated(n_rows)
 
     @property
     def is_potential(self) -> bool:
@@ -94,3 +98,13 @@ class UpperNetwork:
                 "(context_method='gradient')"
             )
             raise
+
+
+def _scores_of(request: Request, output: object, n_rows: int) -> Tensor:
+    score = request.select(output)
+    if len(score) != n_rows:
+        raise ValueError(
+            f"the model gives {len(score)} rows for {n_rows} activations at layer {request.layer_name!r}; "
+            "the first axis of the activation must run over the examples"
+        )
+    return score
