@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.core import Composite, Hook
 
-from ._zennit import describe_method, holds_relevance
+from ._zennit import describe_method, has_rule, holds_relevance
 from .explained import AttrOutput, ScoreOf, gradient_of_score, terms_of_score
 from .kept import KeptRelevance, keeps_relevance
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
@@ -67,7 +67,7 @@ class ConceptMaps(Explainer):
         if not (in_one_pass and keeps_relevance(self.model)):
             return self._whole(input, start, state), None
         kept = KeptRelevance(len(input))
-        with kept.measured(self.model):
+        with kept.measured(filter(has_rule, self.model.modules())):
             whole = self._whole(input, start, state)
         return whole, kept.by_label()
 
