@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
-from drsa_core.explainer import Explainer
+from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
 from drsa_core.validation import check_finite
 from torch import Tensor
@@ -53,6 +53,9 @@ class TwoSteps(Explainer):
     _own_context: bool
 
     def _both_steps(self, request: Request, options: dict[str, Any]) -> Steps:
+        if isinstance(self.attribution_method, NoiseTunnel):
+            for x in request.inputs:
+                refuse_noise_on_padding(self._known_model(), x)
         if self._record.explain is None:
             unknown = sorted(set(options) - {"verbose"})
             if unknown:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from drsa_core import Subspaces
-from drsa_core.explainer import Explainer
+from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, filter_context
 from drsa_core.target import Target
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ class ConceptMaps(Explainer):
                 output, mean = self._average(path, start)
             return output, mean * (input - baseline)
         if isinstance(attributor, SmoothGrad):
+            refuse_noise_on_padding(self.model, input)
             return self._average(self._noisy(input), start)
         return self._gradients(input, start)
 
