@@ -163,6 +163,16 @@ def test_padding_has_no_relevance_and_changes_nothing():
     assert close(maps[1:, :, :3], alone)
 
 
+@pytest.mark.parametrize("output", ["first", "pooler_output"])
+def test_a_first_token_that_is_padding_is_refused(output):
+    """The score of the second sentence would be that of its padding."""
+    inner = CASES["Bert mean"].model().model
+    ids, mask = (part.flip(1) for part in sentences())
+    with pytest.raises(ValueError, match="padding_side = 'right'"):
+        TransformersModel(inner, output).embed(ids, mask)
+    assert TransformersModel(inner, "mean").embed(ids, mask).shape == (2, 5, 12)
+
+
 @pytest.mark.parametrize("backend", ["captum", "zennit"])
 def test_noise_on_padding_is_refused(backend):
     """Noise of a thousandth would make words of the padding, and other maps of the sentence."""

@@ -87,6 +87,11 @@ class TransformersModel(nn.Module):
         """
         if not self.is_text:
             raise ValueError(f"{type(self.model).__name__} takes pixels and has no word embeddings")
+        if attention_mask is not None and self.output != "mean" and not bool(attention_mask[:, 0].all()):
+            raise ValueError(
+                f"the first token of a sentence is padding, but output={self.output!r} is made from it; set "
+                "tokenizer.padding_side = 'right'"
+            )
         model: Any = self.model
         with torch.no_grad():
             x: Tensor = model.get_input_embeddings()(input_ids)
