@@ -208,8 +208,9 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
             with torch.no_grad():
                 score = request.select(request.forward(*copies((*request.inputs, *request.args))))
-            around = measure_bypass(request)
-            return self._both_steps(request, self._options(request, kwargs)), score, around
+            steps = self._both_steps(request, self._options(request, kwargs))
+            around = steps.share_around
+            return steps, score, measure_bypass(request) if around is None else around
 
         steps, score, around = self._guarded(by_concept, inputs, target, args)
         # On its own: Captum's LRP leaves its rules on the model until the guard is left.

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from captum.attr import LayerAttribution, PerturbationAttribution, ShapleyValueSampling
 from drsa_core import context_from_relevance
-from drsa_core.layer import BackwardPass, Cut, Request, UpperNetwork, contexts_by_example
+from drsa_core.layer import (
+    BackwardPass,
+    Cut,
+    Request,
+    UpperNetwork,
+    contexts_by_example,
+    lost_relevance,
+    warn_of_loss,
+)
 from drsa_core.layer.contexts import rows_per_run
 from torch import Tensor
 
@@ -77,6 +85,13 @@ class LayerAttributionContext:
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:
         """Activations and contexts. The target must be one of Captum's."""
+        return self.with_loss(request)[:2]
+
+    def with_loss(self, request: Request) -> tuple[Tensor, Tensor, float]:
+        """Activations, contexts, and the share of the relevance that sits on zero activations.
+
+        It does so where the attributor has a baseline, at which neurons are active that are not at the input.
+        """
         if callable(request.target):
             raise TypeError(
                 f"{type(self.attributor).__name__} does not take a callable target; wrap the model in one "
@@ -107,19 +122,21 @@ class LayerAttributionContext:
                 f"the output of layer {request.layer_name!r} has shape {tuple(activation.shape)}; give it "
                 "the same layer, and attribute to its output"
             )
-        return activation, context_from_relevance(activation, relevance.detach())
+        relevance = relevance.detach()
+        lost = lost_relevance(activation, relevance)
+        warn_of_loss(lost, request.layer_name)
+        return activation, context_from_relevance(activation, relevance), lost
 
 
 def measure_bypass(request: Request) -> float | None:
-    """Share that goes around the layer, for the first example: a method without gradients cannot see it.
+    """Share of the gradient that goes around the layer: a method without gradients cannot see it.
 
     None for models that cannot be differentiated. There is a warning if the share is large.
     """
-    example = request.example(0) if len(request) > 1 else request
     if not all(torch.is_floating_point(x) for x in request.inputs):
         return None
     try:
-        return BackwardPass(example).share_around
+        return BackwardPass(request).share_around
     except (RuntimeError, ValueError):
         return None
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
-from drsa_core.explainer import Explainer
+from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, copies
 from drsa_core.validation import check_finite
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from ._captum import draw_baselines
 from .below_layer import FromLayer
 from .captum_lrp import LRPPass
-from .context import ShapleyContext
+from .context import LayerAttributionContext, ShapleyContext
 from .explain import explain_at_input
 from .inputs import as_captum_target, for_own_arguments, of_function
 from .methods import Explain, Method, within_tunnels
@@ -25,12 +25,16 @@ from .relevance_model import RelevanceModel, baseline_relevance, check_baselines
 
 @dataclass(frozen=True)
 class Steps:
-    """What both steps gave: maps (N, K, …), one for each input, and a, c at the layer."""
+    """What both steps gave: maps (N, K, …), one for each input, a, c at the layer, and what the maps miss.
+
+    `share_around` is None where the method has not measured it.
+    """
 
     maps: tuple[Tensor, ...]
     activation: Tensor
     context: Tensor
     lost: float = 0.0
+    share_around: float | None = None
 
 
 class TwoSteps(Explainer):
@@ -48,6 +52,9 @@ class TwoSteps(Explainer):
     _own_context: bool
 
     def _both_steps(self, request: Request, options: dict[str, Any]) -> Steps:
+        if isinstance(self.attribution_method, NoiseTunnel):
+            for x in request.inputs:
+                refuse_noise_on_padding(self._known_model(), x)
         if self._record.explain is None:
             unknown = sorted(set(options) - {"verbose"})
             if unknown:
@@ -67,7 +74,7 @@ class TwoSteps(Explainer):
         self._check_step_1(request, backward.activation, context)
         self._check_fits(backward.activation)
         maps = backward.through(context, self._fitted(), self.channel_dim)
-        return Steps(maps, backward.activation, context, backward.lost)
+        return Steps(maps, backward.activation, context, backward.lost, backward.share_around)
 
     def _one_pass(self, request: Request, options: dict[str, Any]) -> Steps:
         """Step 2 goes on with the forward pass of step 1, as the method asks for no other."""
@@ -76,17 +83,17 @@ class TwoSteps(Explainer):
         self._check_fits(backward.activation)
         gradients = backward.through(self._fitted(), self.channel_dim)
         maps = explain_at_input(self._method_for(request), request, gradients, options)
-        return Steps(maps, backward.activation, backward.context)
+        return Steps(maps, backward.activation, backward.context, share_around=backward.share_around)
 
     def _two_steps(self, request: Request, explain: Explain, options: dict[str, Any]) -> Steps:
-        activation, context = self._step_1(request, bool(options.get("show_progress")))
+        activation, context, lost = self._step_1_with_loss(request, bool(options.get("show_progress")))
         self._check_fits(activation)
         if "baselines" in options and self._record.at_input is None:
             # In place: the convergence delta needs the baselines that were drawn here.
             is_distribution = bool(options.get("draw_baseline_from_distrib"))
             options["baselines"] = self._drawn(request, options["baselines"], is_distribution)
         model = RelevanceModel(request, context, self._fitted(), self._record.needs_gradient)
-        return Steps(explain(self._method_for(request), request, model, options), activation, context)
+        return Steps(explain(self._method_for(request), request, model, options), activation, context, lost)
 
     def _method_for(self, request: Request) -> Attribution:
         """The wrapped method; of a layer method its counterpart, for a request that has e as its input."""
@@ -128,13 +135,23 @@ class TwoSteps(Explainer):
         )
         return whole.detach()
 
-    def _step_1(self, request: Request, show_progress: bool = False) -> tuple[Tensor, Tensor]:
+    def _step_1(self, request: Request) -> tuple[Tensor, Tensor]:
+        return self._step_1_with_loss(request)[:2]
+
+    def _step_1_with_loss(
+        self, request: Request, show_progress: bool = False
+    ) -> tuple[Tensor, Tensor, float]:
+        """a, c, and the share of the relevance that sits on zero activations; gradients lose none."""
         method = self._context_method
         if show_progress and isinstance(method, ShapleyContext):
             method = replace(method, show_progress=True)  # it may take longer than step 2
-        activation, context = method(request)
+        if isinstance(method, LayerAttributionContext):
+            activation, context, lost = method.with_loss(request)
+        else:
+            activation, context = method(request)
+            lost = 0.0
         self._check_step_1(request, activation, context)
-        return activation, context
+        return activation, context, lost
 
     def _total(self, request: Request, activation: Tensor, context: Tensor, baselines: Any) -> Tensor:
         model = RelevanceModel(request, context, self._fitted())

@@ -138,7 +138,7 @@ def test_what_is_kept_and_what_the_doctor_sees_are_the_same() -> None:
     kept = []
     for named in (LAYERS, ()):
         model, measured = Named(named), KeptRelevance(3)
-        with measured.measured(model):
+        with measured.measured(model.modules()):
             model(vectors().requires_grad_()).sum().backward()
         kept.append(measured.by_label()[BIASES])
     assert torch.equal(*kept)

@@ -11,6 +11,8 @@ from captum.attr import (
     FeatureAblation,
     InputXGradient,
     IntegratedGradients,
+    LayerConductance,
+    LayerDeepLift,
     Saliency,
     ShapleyValues,
 )
@@ -176,6 +178,46 @@ def test_what_goes_around_is_in_the_certificate() -> None:
         assert 0.2 < certificate.around_the_layer < 0.9
         assert certificate.maps_to_whole is not None
         assert certificate.maps_to_whole > 0.1
+
+
+def test_the_share_around_is_that_of_the_method_and_of_all_examples() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x + self.inner(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 6), Skip(), nn.Linear(6, 5)).double().eval()
+    x = torch.randn(4, 12, dtype=torch.float64)
+    for method in (LRP(model), InputXGradient(model)):
+        run = DisentangledAttribution(method, "1.inner", subspaces())
+        with pytest.warns(RelevanceLossWarning, match="goes around") as caught:
+            found = run.explain(x, 1)
+        assert len(caught) == 1
+        assert found.whole is not None
+        through = found.maps.sum(1)
+        around = found.whole - through
+        if isinstance(method, InputXGradient):  # the share is that of gradients
+            through, around = through / x, around / x
+        expected = around.abs().sum() / (around.abs().sum() + through.abs().sum())
+        assert found.losses.around_the_layer == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("layer_method", [LayerDeepLift, LayerConductance])
+def test_relevance_of_a_layer_method_on_zero_activations_is_lost_aloud(layer_method: Any) -> None:
+    """A neuron that is active at the baseline and not at the input has relevance, but no context."""
+    model, x = network(bias=True), images()
+    method = layer_method(model, model[3])
+    relevance, a = method.attribute(x, target=1).detach(), model[:4](x)
+    expected = float(relevance[a == 0].abs().sum() / relevance.abs().sum())
+    run = DisentangledAttribution(IntegratedGradients(model), "3", subspaces(), context_method=method)
+    with pytest.warns(RelevanceLossWarning, match="zero activations"):
+        certificate = run.explain(x, 1, n_steps=2).certificate()
+    assert certificate.on_zero_activations == pytest.approx(expected, rel=1e-6)
+    assert expected > 0.01
 
 
 def test_shapley_values_know_their_total() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -108,3 +109,37 @@ def test_contexts_of_a_function_must_have_the_examples_first() -> None:
     origin: dict[str, Any] = {"backend": "own", "method": "own", "layer": "inner", "model": None}
     with pytest.raises(ValueError, match=r"context of 2 images .* \(6, 2, 4\)"):
         collect_pairs(context, [tokens()], 0, channel_dim=-1, **origin)
+
+
+class Rows(nn.Module):
+    """Images (N, 3, 8, 8) as Swin has them: patches with their features last, (N, 4, 4, 6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.block, self.head = nn.Conv2d(3, 6, 2, 2), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.block(self.patches(x).movedim(1, -1)).mean((1, 2)))
+        return scores
+
+
+@pytest.mark.parametrize("backend", ["captum", "zennit"])
+def test_features_behind_rows_and_columns(backend: str) -> None:
+    """By default the four rows would be the features, without a word."""
+    model, x = Rows().eval(), torch.rand(2, 3, 8, 8)
+
+    def pairs(layer: str, **options: Any) -> Any:
+        run: Any
+        if backend == "captum":
+            run = DisentangledAttribution(InputXGradient(model), layer, **options)
+        else:
+            run = DisentangledAttributor(Gradient(model), layer, **options)
+        return run.collect([x], 1, positions=None)
+
+    with pytest.warns(UserWarning, match=r"looks like 4 rows of 6 features.*set channel_dim=-1"):
+        pairs("block")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pairs("block", channel_dim=-1).a.shape == (2 * 4 * 4, 6)
+        assert pairs("patches").a.shape == (2 * 4 * 4, 6)  # a convolution has them first

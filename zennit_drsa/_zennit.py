@@ -66,6 +66,11 @@ def hooks_by_module(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
             yield module, hook
 
 
+def has_rule(module: nn.Module) -> bool:
+    """Whether a module carries relevance by a rule or in a canonical form, rather than by its gradient."""
+    return isinstance(module, CanonicalPart) or "forward" in vars(module) or bool(hooks_on(module))
+
+
 def take_hooks_off(module: nn.Module) -> None:
     """Unregister the Zennit hooks of a module, without the composite's knowledge."""
     for functions in (module._forward_hooks, module._forward_pre_hooks):

@@ -10,14 +10,14 @@ from functools import partial
 
 import torch
 from drsa_core import Subspaces
-from drsa_core.explainer import Explainer
+from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, filter_context
 from drsa_core.target import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.core import Composite, Hook
 
-from ._zennit import describe_method, holds_relevance
+from ._zennit import describe_method, has_rule, holds_relevance
 from .explained import AttrOutput, ScoreOf, gradient_of_score, terms_of_score
 from .kept import KeptRelevance, keeps_relevance
 from .passes import NONLINEAR_RULES, shared_forwards, skipped_gradients
@@ -64,7 +64,7 @@ class ConceptMaps(Explainer):
         if not (in_one_pass and keeps_relevance(self.model)):
             return self._whole(input, start), None
         kept = KeptRelevance(len(input))
-        with kept.measured(self.model):
+        with kept.measured(filter(has_rule, self.model.modules())):
             whole = self._whole(input, start)
         return whole, kept.by_label()
 
@@ -82,6 +82,7 @@ class ConceptMaps(Explainer):
                 output, mean = self._average(path, start)
             return output, mean * (input - baseline)
         if isinstance(attributor, SmoothGrad):
+            refuse_noise_on_padding(self.model, input)
             return self._average(self._noisy(input), start)
         return self._gradients(input, start)
 

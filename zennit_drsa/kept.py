@@ -1,13 +1,13 @@
 """Relevance that does not reach the input: what position embeddings, learned tokens and biases keep.
 
 Every module without children hands down at its input what it received at its output, but for what it keeps.
-Summed over these modules, and with what reaches the input, that is the score, unless relevance got lost in
-code that has no rule.
+Summed over those that have a rule, and with what reaches the input, that is the score, unless relevance got
+lost in code that has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -49,10 +49,13 @@ class KeptRelevance:
         return dict(self._by_label)
 
     @contextmanager
-    def measured(self, model: nn.Module) -> Iterator[None]:
-        """Count what is kept in backward passes of forward passes made in this context."""
+    def measured(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Count what modules keep in backward passes of forward passes made in this context.
+
+        Give those that have a rule: what others lose is kept by nothing, and is to be missed in the sum.
+        """
         with ExitStack() as stack:
-            for module in model.modules():
+            for module in modules:
                 if next(module.children(), None) is None:
                     # First before and last behind the hooks of rules.
                     before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)

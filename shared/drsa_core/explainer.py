@@ -222,3 +222,14 @@ def single_input(inputs: Inputs) -> Tensor:
         f"this takes one input tensor (N, …), got {type(inputs).__name__}; captum_drsa's `attribute` takes "
         "several"
     )
+
+
+def refuse_noise_on_padding(model: nn.Module, x: Tensor) -> None:
+    """Refuse noise where zeros say what is padding: with it nothing is, and all tokens would be seen."""
+    zeros_count = any(getattr(module, "zero_is_padding", False) for module in model.modules())
+    if zeros_count and bool((x == 0).all(-1).any()):
+        raise ValueError(
+            "this model knows padding by embeddings that are zero, and noise would make words of it, which "
+            "changes the score; explain sentences of one length together, without padding, or use a method "
+            "without noise"
+        )

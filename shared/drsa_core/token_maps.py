@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +85,15 @@ def find_layout(model: nn.Module | None, inputs: Any, n_positions: int) -> Token
     inputs : tensor, or tuple of tensors
         What the model was given.
     """
+    is_image = isinstance(inputs, Tensor) and inputs.ndim == 4
+    size = (int(inputs.shape[2]), int(inputs.shape[3])) if is_image else None
     for module in () if model is None else model.modules():
-        known = _known_layout(module)
-        if known is not None and known.n_prefix + math.prod(known.grid) == n_positions:
-            return known
-    image = inputs if isinstance(inputs, Tensor) else None
-    if image is None or image.ndim != 4 or n_positions < 1:
+        for known in _known_layouts(module, size):
+            if known.n_prefix + math.prod(known.grid) == n_positions:
+                return known
+    if size is None or n_positions < 1:
         return None
-    height, width = int(image.shape[2]), int(image.shape[3])
+    height, width = size
     common = math.gcd(height, width)
     rows, columns = height // common, width // common
     times = math.isqrt(n_positions // (rows * columns))
@@ -101,14 +103,19 @@ def find_layout(model: nn.Module | None, inputs: Any, n_positions: int) -> Token
     return TokenLayout(n_prefix, (rows * times, columns * times))
 
 
-def _known_layout(module: nn.Module) -> TokenLayout | None:
-    grid = getattr(getattr(module, "patch_embed", None), "grid_size", None)  # timm
-    n_prefix = getattr(module, "num_prefix_tokens", None)
-    if grid is None and getattr(module, "class_embedding", None) is not None:  # open_clip
-        grid, n_prefix = getattr(module, "grid_size", None), 1
-    if not isinstance(grid, tuple | list) or len(grid) != 2 or not isinstance(n_prefix, int):
-        return None
-    return TokenLayout(n_prefix, (int(grid[0]), int(grid[1])))
+def _known_layouts(module: nn.Module, size: tuple[int, int] | None) -> Iterator[TokenLayout]:
+    """What a module says for images of `size` (H, W), and what it says for those that it was made for."""
+    embed = getattr(module, "patch_embed", None)  # timm
+    grids, n_prefix = [getattr(embed, "grid_size", None)], getattr(module, "num_prefix_tokens", None)
+    if grids[0] is None and getattr(module, "class_embedding", None) is not None:  # open_clip
+        grids, n_prefix = [getattr(module, "grid_size", None)], 1
+    if size is not None and getattr(embed, "strict_img_size", True) is False:
+        # Images of any size, whose tokens may be as many as those of another shape: 7 · 28 = 14 · 14.
+        of_size = getattr(embed, "dynamic_feat_size", None)
+        grids.insert(0, None if of_size is None else of_size(size))
+    for grid in grids:
+        if isinstance(grid, tuple | list) and len(grid) == 2 and isinstance(n_prefix, int):
+            yield TokenLayout(n_prefix, (int(grid[0]), int(grid[1])))
 
 
 def arrange(

@@ -91,6 +91,24 @@ def test_pooling_averages_and_overlay_lets_the_photograph_through(maps) -> None:
     torch.testing.assert_close(values(panels(odd)[1][1]), torch.ones(3, 3))
 
 
+def test_squares_lie_where_their_pixels_are() -> None:
+    """20 pixels in squares of 8: the last square is cut off at the edge, the others do not shrink for it."""
+    relevance = torch.zeros(1, 20, 20)
+    relevance[0, 17, 9] = 1
+    for figure in (
+        concept_maps(torch.rand(1, 20, 20), relevance, pool=8),
+        concept_grid(torch.rand(1, 1, 20, 20), relevance[None], pool=8),
+    ):
+        (axis,) = [axis for axis in figure.axes if axis.get_title().startswith("S1")]
+        left, right, bottom, top = axis.images[-1].get_extent()
+        side = (right - left) / 3
+        assert left + side * 1 <= 9 - 0.5 <= 9 + 0.5 <= left + side * 2
+        assert top + side * 2 <= 17 - 0.5 <= 17 + 0.5 <= top + side * 3
+        assert bottom > top
+        assert side == 8
+        assert (axis.get_xlim(), axis.get_ylim()) == ((-0.5, 19.5), (19.5, -0.5))
+
+
 def test_panels_in_rows_and_title(maps) -> None:
     figure: Any = concept_maps(torch.rand(3, 4, 4), maps, columns=2, title="tabby · blocks.4 · LRP")
     rows = {axis.get_subplotspec().rowspan.start for axis in figure.axes if axis.images}

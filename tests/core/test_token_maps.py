@@ -116,6 +116,24 @@ def test_timm_says_what_its_tokens_are() -> None:
     assert find_layout(wrapped, torch.zeros(1, 3, 48, 48), 14) == TokenLayout(5, (3, 3))  # another size
 
 
+@pytest.mark.parametrize(
+    ("size", "grid"), [((64, 64), (4, 4)), ((32, 128), (2, 8)), ((128, 32), (8, 2)), ((32, 32), (2, 2))]
+)
+def test_images_of_any_size_have_the_grid_of_their_shape(
+    size: tuple[int, int], grid: tuple[int, int]
+) -> None:
+    """2 × 8 tokens are as many as 4 × 4, and 2 × 2 with five before them as many as 3 × 3."""
+    vit = pytest.importorskip("timm").models.vision_transformer.VisionTransformer
+    model = vit(
+        64, 16, num_classes=3, embed_dim=12, depth=1, num_heads=2, reg_tokens=4, dynamic_img_size=True
+    )
+    x = torch.zeros(1, 3, *size)
+    n_tokens = model.forward_features(x).shape[1]
+    assert find_layout(model, x, n_tokens) == TokenLayout(5, grid)
+    # The model may be given images of its own size by what is around it.
+    assert find_layout(model, torch.zeros(1, 3, 300, 200), 21) == TokenLayout(5, (4, 4))
+
+
 # ---------------------------------------------------------------------- from the wrappers
 
 

@@ -12,7 +12,7 @@ from tests.model_state import model_state
 from .families import CASES, OTHERS, huggingface, sentences
 from .test_timm_vit import READINGS, close, subspaces
 
-from zennit.attribution import Gradient  # isort: skip
+from zennit.attribution import Gradient, SmoothGrad  # isort: skip
 from zennit.composites import EpsilonPlus  # isort: skip
 from zennit_drsa import (  # isort: skip
     DisentangledAttributor,
@@ -161,6 +161,36 @@ def test_padding_has_no_relevance_and_changes_nothing():
     assert not maps[1, :, 3:].any()
     alone = attributor("Bert mean", model, "attnlrp").explain(x[1:, :3], 3, whole=False).maps
     assert close(maps[1:, :, :3], alone)
+
+
+@pytest.mark.parametrize("output", ["first", "pooler_output"])
+def test_a_first_token_that_is_padding_is_refused(output):
+    """The score of the second sentence would be that of its padding."""
+    inner = CASES["Bert mean"].model().model
+    ids, mask = (part.flip(1) for part in sentences())
+    with pytest.raises(ValueError, match="padding_side = 'right'"):
+        TransformersModel(inner, output).embed(ids, mask)
+    assert TransformersModel(inner, "mean").embed(ids, mask).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("backend", ["captum", "zennit"])
+def test_noise_on_padding_is_refused(backend):
+    """Noise of a thousandth would make words of the padding, and other maps of the sentence."""
+    case = CASES["Bert mean"]
+    model = case.model()
+    x = case.inputs(model)
+    if backend == "zennit":
+        smooth = SmoothGrad(model, noise_level=1e-3, n_iter=2)
+        run: Any = DisentangledAttributor(smooth, case.layer, subspaces(), channel_dim=-1)
+    else:
+        attr = pytest.importorskip("captum.attr")
+        from captum_drsa import DisentangledAttribution
+
+        tunnel = attr.NoiseTunnel(attr.InputXGradient(model))
+        run = DisentangledAttribution(tunnel, case.layer, subspaces(), channel_dim=-1)
+    with pytest.raises(ValueError, match="noise would make words of it"):
+        run.explain(x, 3)
+    assert run.explain(x[1:, :3], 3).maps.shape == (1, 4, 3, 12)  # alone, it has no padding
 
 
 def test_sentence_types_are_part_of_the_input():

@@ -8,7 +8,7 @@ from importlib import import_module
 from torch import nn
 
 from ..canonizer import NetworkCanonizer
-from .transformer_family import Edits, Family
+from .transformer_family import Edits, Family, canonize_surroundings
 from .transformer_parts import checked_reading
 
 #: The reading of attention that patch flipping on a real ViT-S/14 chose (see `TransformerGamma`).
@@ -29,6 +29,8 @@ class TransformerCanonizer(NetworkCanonizer):
       down by contribution;
     * layer norm is linear, with its deviation held constant;
     * activations, layer scale, dropout and drop-path pass relevance on; gates are read as attention is.
+
+    Norms and activations of torch and timm around the transformer, in a head of your own, are treated alike.
 
     The linear layers are left for the rules of a composite: `TransformerGamma` has those for transformers.
 
@@ -63,6 +65,8 @@ class TransformerCanonizer(NetworkCanonizer):
         edits = Edits(self._edits, self.attention)
         for family, network in networks:
             family.canonize(network, edits)
+        inside = {module for _, network in networks for module in network.modules()}
+        canonize_surroundings(edits, [m for m in root_module.modules() if m not in inside])
 
 
 def transformer_families() -> list[Family]:

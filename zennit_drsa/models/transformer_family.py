@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -132,19 +132,33 @@ class Family:
                 )
 
     def _form(self, found: type[nn.Module]) -> Form | None:
-        if self._is_from(found, self.library, "torch", _OWN) and found.__name__ in self.forms:
+        if _is_from(found, self.library, "torch", _OWN) and found.__name__ in self.forms:
             return self.forms[found.__name__]
-        if self._is_from(found, self.library, "torch", "timm") and found.__name__ in COMMON_FORMS:
-            return COMMON_FORMS[found.__name__]
-        return None
+        return _common_form(found, self.library)
 
     def _stays(self, found: type[nn.Module]) -> bool:
-        is_torch = self._is_from(found, "torch") and found.__name__ in _TORCH_LAYERS
-        return is_torch or (self._is_from(found, self.library) and found.__name__ in self.as_they_are)
+        is_torch = _is_from(found, "torch") and found.__name__ in _TORCH_LAYERS
+        return is_torch or (_is_from(found, self.library) and found.__name__ in self.as_they_are)
 
-    @staticmethod
-    def _is_from(found: type[nn.Module], *libraries: str) -> bool:
-        return found.__module__.partition(".")[0] in libraries
+
+def canonize_surroundings(edits: Edits, modules: Iterable[nn.Module]) -> None:
+    """Norms and activations around a network, in a head of the user's own for instance, in canonical form.
+
+    As they are, a layer norm would keep all relevance that reaches it, and a GELU multiply it by its slope.
+    Other modules are left alone: not all of them may be part of the way.
+    """
+    for module in modules:
+        form = _common_form(kind(module))
+        if form is not None:
+            form(edits, module)
+
+
+def _common_form(found: type[nn.Module], *libraries: str) -> Form | None:
+    return COMMON_FORMS.get(found.__name__) if _is_from(found, "torch", "timm", *libraries) else None
+
+
+def _is_from(found: type[nn.Module], *libraries: str) -> bool:
+    return found.__module__.partition(".")[0] in libraries
 
 
 def inherits(module: nn.Module, package: str, *names: str) -> bool:

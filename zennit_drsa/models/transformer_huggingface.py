@@ -25,7 +25,8 @@ class TransformersModel(nn.Module):
     as token ids have no relevance; `embed` looks them up. Concept maps of text are then (N, K, T, E), and
     (N, K, T) summed over E. A token whose embedding is zero is padding: no other token sees it. So sentences
     of several lengths may be in one batch, whatever its order, and each is explained as it is alone. If there
-    is nothing but zeros, all tokens are seen.
+    is nothing but zeros, all tokens are seen. Noise makes words of padding (`SmoothGrad` refuses it), and so
+    do baselines that are not zero there.
 
     Parameters
     ----------
@@ -74,6 +75,11 @@ class TransformersModel(nn.Module):
             )
         self.register_buffer("token_type_ids", token_type_ids, persistent=False)
 
+    @property
+    def zero_is_padding(self) -> bool:
+        """Whether tokens whose embedding is zero are padding; methods that add noise ask."""
+        return self.is_text
+
     def embed(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object) -> Tensor:
         """Word embeddings (N, T, E) of token ids (N, T), zero where the mask (N, T) is.
 
@@ -81,6 +87,11 @@ class TransformersModel(nn.Module):
         """
         if not self.is_text:
             raise ValueError(f"{type(self.model).__name__} takes pixels and has no word embeddings")
+        if attention_mask is not None and self.output != "mean" and not bool(attention_mask[:, 0].all()):
+            raise ValueError(
+                f"the first token of a sentence is padding, but output={self.output!r} is made from it; set "
+                "tokenizer.padding_side = 'right'"
+            )
         model: Any = self.model
         with torch.no_grad():
             x: Tensor = model.get_input_embeddings()(input_ids)

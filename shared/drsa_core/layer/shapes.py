@@ -45,10 +45,12 @@ def as_activation(
             f"channel_dim={channel_dim} is the axis of the examples in the activation of layer {name!r}, "
             f"{shape}, and would mix them; use 1 for (N, D, …), -1 for tokens (N, T, D)"
         )
-    if channel_dim == 1 and len(shape) == 3 and _looks_like_tokens(layer, shape):
+    if channel_dim == 1 and len(shape) > 2 and _has_features_last(layer, shape):
+        what = "tokens" if len(shape) == 3 else "rows"
         warnings.warn(
-            f"the activation of layer {name!r} has shape {shape}, which looks like {shape[1]} tokens of "
-            f"{shape[2]} features, but channel_dim=1 splits the tokens; set channel_dim=-1 to split features",
+            f"the activation of layer {name!r} has shape {shape}, which looks like {shape[1]} {what} of "
+            f"{shape[-1]} features, but channel_dim=1 splits the {what}; set channel_dim=-1 to split "
+            "features",
             stacklevel=2,
         )
     return output
@@ -71,12 +73,12 @@ def sum_over_positions(values: Tensor, dim: int) -> Tensor:
     return moved.reshape(*moved.shape[:2], -1).sum(2)
 
 
-def _looks_like_tokens(layer: nn.Module, shape: tuple[int, ...]) -> bool:
+def _has_features_last(layer: nn.Module, shape: tuple[int, ...]) -> bool:
     """Whether the last module in the layer that has a width of its own has that of the last axis."""
     for module in reversed(list(layer.modules())):
         if isinstance(module, _FEATURES_FIRST):
             return False
         width = getattr(module, "out_features", None) or getattr(module, "normalized_shape", (None,))[-1]
-        if width == shape[2]:
+        if width == shape[-1]:
             return width != shape[1]
     return False

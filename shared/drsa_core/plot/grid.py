@@ -81,7 +81,7 @@ def concept_grid(
         if labels is not None:
             axes[n, 0].set_ylabel(labels[n], fontsize=9)
         for index, axis in enumerate(axes[n, 1:]):
-            draw_map(axis, shown[n, index], limits[index], pictures[n] if overlay else None, size)
+            draw_map(axis, shown[n, index], limits[index], pictures[n] if overlay else None, size, pool)
             value = share_label(totals[index], totals[0], magnitude) if index else f"R = {totals[0]:.3g}"
             axis.set_xlabel(value, fontsize=8, labelpad=2)
     for axis, heading in zip(axes[0], ["input", *headings], strict=True):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..parameters import as_int
 from ..validation import check_finite
-from .style import pooled
+from .style import draw_map, pooled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,9 +60,8 @@ def manipulated_map(
         axes[row, 0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
         axes[row, 0].set_title(title)
         for column, part in enumerate(parts[row], start=1):
-            axes[row, column].imshow(
-                part.numpy(), cmap="seismic", vmin=-max(limit, 1e-30), vmax=max(limit, 1e-30)
-            )
+            size = (int(target_map.shape[0]), int(target_map.shape[1]))
+            draw_map(axes[row, column], part, max(limit, 1e-30), None, size, pool)
     for row, name in enumerate(("of the original", "of the manipulated")):
         for column, what in enumerate(("map", "PRCA-1", "residual"), start=1):
             axes[row, column].set_title(f"{what} {name}" if column == 1 else what)

@@ -105,7 +105,7 @@ def concept_maps(
     axes[0].imshow(picture.numpy())
     axes[0].set_title("input", fontsize=10)
     for index, axis in enumerate(axes[1:n_panels]):
-        drawn = draw_map(axis, shown[index], limits[index], picture if overlay else None, size)
+        drawn = draw_map(axis, shown[index], limits[index], picture if overlay else None, size, pool)
         value = share_label(totals[index], totals[0], magnitude) if index else f"R = {totals[0]:.3g}"
         axis.set_title(f"{labels[index]}\n{value}", fontsize=10)
     if scale != "each":  # the scale of the last panel is that of the concepts

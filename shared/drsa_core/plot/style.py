@@ -104,20 +104,33 @@ def share_label(total: float, whole: float, magnitude: float) -> str:
 
 
 def draw_map(
-    axis: Axes, relevance: Tensor, limit: float, picture: Tensor | None, size: tuple[int, int]
+    axis: Axes,
+    relevance: Tensor,
+    limit: float,
+    picture: Tensor | None,
+    size: tuple[int, int],
+    pool: int = 1,
 ) -> AxesImage:
     """One panel of relevance (h, w) over the picture's area; on the picture itself, in grey, if there is one.
 
-    On a picture, weak relevance lets it through: opacity is |R| / limit.
+    Every value stands for a square of `pool` × `pool` pixels; those at the edge may reach beyond it, and are
+    cut off there. On a picture, weak relevance lets it through: opacity is √(|R| / limit).
     """
     extent = (-0.5, size[1] - 0.5, size[0] - 0.5, -0.5)
     alpha = None
     if picture is not None:
         axis.imshow(picture.mean(-1).numpy(), cmap="gray", vmin=-0.6, vmax=1.2, extent=extent)
         alpha = (relevance.abs() / limit).clamp(0, 1).sqrt().numpy()
+    height, width = (pool * n for n in relevance.shape)
     drawn: AxesImage = axis.imshow(
-        relevance.numpy(), cmap=COLOURS, vmin=-limit, vmax=limit, alpha=alpha, extent=extent
+        relevance.numpy(),
+        cmap=COLOURS,
+        vmin=-limit,
+        vmax=limit,
+        alpha=alpha,
+        extent=(-0.5, width - 0.5, height - 0.5, -0.5),
     )
+    axis.set(xlim=extent[:2], ylim=extent[2:])
     return drawn
 
 
