@@ -142,9 +142,11 @@ def differences_of(table: dict[str, Any]) -> str:
     if not table["differences"]:
         return ""
     ours, metrics = name_of(table["of"]), table["metrics"]
+    all_cells = [found[m] for found in table["differences"].values() for m in metrics if m in found]
+    drawn = " [95 % bootstrap over the images of each class]" if any(c["interval"] for c in all_cells) else ""
     lines = [
-        f"{ours} minus the others, image by image: mean ± standard error over classes "
-        "[95 % bootstrap over the images of each class], classes in which it is better.",
+        f"{ours} minus the others, image by image: mean ± standard error over classes{drawn}, "
+        "classes in which it is better.",
         "",
         f"| {ours} minus | {' | '.join(TITLES[m] for m in metrics)} |",
         "|---" * (len(metrics) + 1) + "|",
