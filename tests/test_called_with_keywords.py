@@ -13,13 +13,14 @@ from captum.attr import LRP, DeepLift, InputXGradient, IntegratedGradients, Laye
 from zennit.attribution import Gradient
 from zennit.attribution import IntegratedGradients as ZennitIntegratedGradients
 from zennit.composites import BetaSmooth, EpsilonPlus, GuidedBackprop, LayerMapComposite
-from zennit.core import Composite
+from zennit.core import Composite, Hook
 from zennit.rules import Epsilon, Pass
 
 from captum_drsa import DisentangledAttribution
 from tests.model_state import model_state
 from tests.zennit_adapter.models import subspaces
 from zennit_drsa import ConvNetGamma, DisentangledAttributor, DisentangledComposite, SubspaceFilter, doctor
+from zennit_drsa._zennit import runs_with_input_alone
 from zennit_drsa.kept import BIASES, KeptRelevance
 from zennit_drsa.rules import BoundedInput, PixelBox, PositiveGamma, ZeroRule
 
@@ -123,7 +124,8 @@ def test_zennit_filters(kind: str) -> None:
         with Gradient(model, chosen) as attributor:
             for _ in range(2):
                 found: Tensor = attributor(vectors(), torch.eye(5)[[1] * 3])[1]
-        assert model_state(model) == before
+        # Zennit 1.0.0 by itself leaves the parameters elsewhere in memory; our composite puts them back.
+        assert kind == "filter" or model_state(model) == before
         return found
 
     assert torch.equal(relevance(LAYERS), relevance(()))
@@ -144,26 +146,28 @@ def test_what_is_kept_and_what_the_doctor_sees_are_the_same() -> None:
     assert torch.equal(*kept)
 
 
+def maps_with_scale(how: str, rule: Hook) -> Tensor:
+    run = DisentangledAttributor(Gradient(WithScale(how), of_linear(rule)), "act", subspaces(8))
+    return run.explain(vectors(), 1).maps
+
+
 @pytest.mark.parametrize("rule", [Epsilon, PositiveGamma, lambda: PixelBox(-9.0, 9.0)])
 def test_further_arguments_that_a_rule_would_leave_out_are_refused(rule) -> None:
     def maps(how: str) -> Tensor:
-        run = DisentangledAttributor(Gradient(WithScale(how), of_linear(rule())), "act", subspaces(8))
-        return run.explain(vectors(), 1).maps
+        return maps_with_scale(how, rule())
 
     assert torch.equal(maps("default"), maps("not"))
     for how in ("place", "name"):
+        if not runs_with_input_alone(rule()):  # Zennit 1.0.0 hands all arguments on, and is right
+            expected = maps_with_scale(how, ZeroRule())  # Epsilon with ε = 0
+            torch.testing.assert_close(maps(how), expected, rtol=1e-4, atol=1e-5)
+            continue
         with pytest.raises(ValueError, match=r"'below' \(Scaled\) is called with more .* \(scale\), but its"):
             maps(how)
 
 
 def test_rules_that_take_the_gradient_of_the_layer_serve_further_arguments() -> None:
-    by_place, by_name = (
-        DisentangledAttributor(Gradient(WithScale(how), of_linear(ZeroRule())), "act", subspaces(8))
-        .explain(vectors(), 1)
-        .maps
-        for how in ("place", "name")
-    )
-    assert torch.equal(by_place, by_name)
+    assert torch.equal(*(maps_with_scale(how, ZeroRule()) for how in ("place", "name")))
 
 
 def test_keywords_without_the_first_argument_are_refused() -> None:
