@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 #: Batch size to begin with, and those to go on with while they are faster.
-FIRST, LARGER, SMALLER = 4, (8, 16, 32, 64), (2, 1)
+FIRST, LARGER, SMALLER = 4, (8, 16, 32, 64), (3, 2, 1)
 #: Batches for each setting; the first of them only warms up.
 TRIES = 3
 #: What a batch size must gain to be taken, so that noise does not decide for an extreme one.
