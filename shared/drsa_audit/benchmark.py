@@ -225,12 +225,16 @@ def _classes(settings: BenchmarkSettings) -> tuple[list[ClassImages], list[Class
     of_one_class = sorted(asked_for & {"stability", GAMMA_STAGE, CLASS_VECTORS})
     if of_one_class:
         raise ValueError(f"with common concepts there is no {', '.join(of_one_class)}; leave it out")
-    train = {c.name: c.files[: settings.train_images] for c in class_folders(settings.data / "train")}
-    val = class_folders(settings.data / "val", settings.classes)
-    return (
-        [ClassImages(c.index, c.name, train.get(c.name, []), c.files[: settings.val_images]) for c in val],
-        [ClassImages(c.index, c.name, train[c.name], []) for c in class_folders(settings.data / "train")],
-    )
+    learned_from = [
+        ClassImages(c.index, c.name, c.files[: settings.train_images], [])
+        for c in class_folders(settings.data / "train")
+    ]
+    train = {c.name: c.train for c in learned_from}
+    classes = [
+        ClassImages(c.index, c.name, train.get(c.name, []), c.files[: settings.val_images])
+        for c in class_folders(settings.data / "val", settings.classes)
+    ]
+    return classes, learned_from
 
 
 def _run_stages(
