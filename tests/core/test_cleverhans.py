@@ -126,6 +126,15 @@ def test_spray_finds_the_clusters_that_scikit_learn_finds() -> None:
     np.testing.assert_allclose(spray.distances(held_out), expected, rtol=0, atol=1e-10)
 
 
+def test_spray_labels_are_those_of_its_centres() -> None:
+    maps = torch.randn(40, 16, 16, generator=torch.Generator().manual_seed(0))
+    for max_iter in (1, 2, 3):  # too few to converge
+        spray = SpRAy(3, pool=4, max_iter=max_iter, random_state=0).fit(maps)
+        nearest, labels = spray.distances(maps).min(1)
+        assert torch.equal(spray.labels_, labels)
+        assert spray.inertia_ == pytest.approx(float(nearest.square().sum()))
+
+
 def test_spray_is_reproducible_and_leaves_generators_alone() -> None:
     state, numpy_state = torch.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
     first = SpRAy(3, pool=4, random_state=1).fit(blobs(20, 0))
