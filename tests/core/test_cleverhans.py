@@ -319,6 +319,10 @@ def test_refined_model_names_mistakes() -> None:
         RefinedModel(model, lambda x, target: torch.zeros(3), 0, [0])(x)
     with pytest.raises(ValueError, match="NaN"):
         RefinedModel(model, lambda x, target: torch.full((len(x), 1), torch.nan), 0, [0])(x)
+    twice = network()
+    twice.forward = lambda x: (model(x), model(x))  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match=r"must give a tensor \(N, n_outputs\), got tuple"):
+        RefinedModel(twice, relevance, 0, [0])(x)
 
 
 # ---------------------------------------------------------------------- reweighting, poisoning, measures

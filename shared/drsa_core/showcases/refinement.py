@@ -160,6 +160,8 @@ class RefinedModel(DropIn):
         if self.training:
             raise ValueError("a refined model is for predictions; call eval() first")
         output: Tensor = self.original(x)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the model must give a tensor (N, n_outputs), got {type(output).__name__}")
         if output.ndim != 2 or not 0 <= self.target < output.shape[1]:
             raise ValueError(
                 f"the model must give outputs (N, n_outputs) with more than target = {self.target} of them, "
