@@ -47,6 +47,11 @@ def test_correlations_and_matching_are_the_literal_ones() -> None:
     torch.testing.assert_close(values, torch.stack([found[k, j] for k, j in enumerate(best)]))
 
 
+def test_relevance_that_is_the_same_everywhere_has_no_correlation() -> None:
+    constant = torch.full((60, 2), 0.1, dtype=torch.float64)  # whose mean is another number
+    assert not correlations(constant, constant).any()
+
+
 def test_images_are_drawn_not_pairs() -> None:
     image = torch.tensor([4, 7, 4, 9, 7, 7])
     rows = rows_by_image(image)
