@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import numpy as np
@@ -168,6 +169,29 @@ def test_few_images_with_their_own_contexts_beat_chance() -> None:
     assert not stability(
         with_shuffled_contexts(pairs, np.random.default_rng(0)), 2, progress=False
     ).beats_chance
+
+
+def test_contexts_that_meet_no_other_image_leave_nothing_to_chance() -> None:
+    """Each image has features of its own: shuffled contexts have no relevance anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.arange(6).repeat_interleave(10)
+    a = torch.zeros(60, 12)
+    for n in range(6):
+        a[image == n, 2 * n : 2 * n + 2] = 0.1 + torch.rand(10, 2, generator=generator)
+    found = stability(Pairs(a, a, image), 2, n_bootstraps=2, progress=False)
+    assert found.null_objective == 0
+    assert not found.null.any()
+    assert found.null.shape == (2, 2)
+
+
+def test_one_image_with_all_evidence_cannot_be_left_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.rand(60, 12, generator=generator)
+    a[:10] *= 1000
+    found = stability(Pairs(a, a, torch.arange(6).repeat_interleave(10)), 2, n_bootstraps=2, progress=False)
+    assert math.isnan(found.held_out_objective)
+    assert not any(found.is_stable)
+    assert "ONE IMAGE HOLDS NEARLY ALL EVIDENCE" in str(found)
 
 
 def test_patience_ends_the_search() -> None:
