@@ -281,6 +281,39 @@ def test_mean_and_std_or_a_pair_of_functions() -> None:
     torch.testing.assert_close(constant.scores[:, 0], model(inputs)[:, 0].clamp(min=0), rtol=0, atol=1e-12)
 
 
+def test_functions_may_write_into_what_they_are_given() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(2, 3, 16, 16, generator=generator, dtype=torch.float64) * 4 - 2
+    maps = torch.randn(2, 2, 3, 16, 16, generator=generator)
+    model, before = (
+        Linear(torch.rand(3, 16, 16, generator=generator, dtype=torch.float64)).eval(),
+        inputs.clone(),
+    )
+
+    def fill(image, mask, neutral):
+        filled = image.copy()
+        filled[:, mask] = image.mean()
+        return filled
+
+    def careless_fill(image, mask, neutral):
+        image[:, mask] = image.mean()
+        mask[:], neutral[:] = False, 0
+        return image
+
+    careful = patch_flipping(model, inputs, maps, 0, (0.5, 0.25), patch_size=4, fill=fill)
+    careless = patch_flipping(
+        model,
+        inputs,
+        maps,
+        0,
+        Preprocessing(lambda x: x.mul_(0.25).add_(0.5), lambda x: x.sub_(0.5).div_(0.25)),
+        patch_size=4,
+        fill=careless_fill,
+    )
+    assert torch.equal(inputs, before)
+    torch.testing.assert_close(careless.scores, careful.scores, rtol=0, atol=1e-12)
+
+
 # ---------------------------------------------------------------------- bad input
 
 
