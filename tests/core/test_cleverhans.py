@@ -204,6 +204,26 @@ def test_refined_output_is_equation_12_with_excess_relevance() -> None:
     )
 
 
+class InPlace(nn.Module):
+    """A network that normalises its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.network(x.sub_(0.5))
+        return output
+
+
+def test_models_may_write_into_their_input() -> None:
+    model, x = InPlace(), images()
+    explain = GradientTimesInput(model.network)
+    refined = RefinedModel(model.eval(), lambda x, target: explain(x - 0.5, target), 2, [0])
+    expected = model(x.clone())[:, 2] - explain(x - 0.5, 2)[:, 0]
+    torch.testing.assert_close(refined(x.clone())[:, 2], expected)
+
+
 def test_refined_model_is_a_drop_in() -> None:
     model, x = network(), images()
     before, relevance = model_state(model), GradientTimesInput(model)
