@@ -159,7 +159,7 @@ def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_deca
         )
         biases = torch.zeros(n_labels, dtype=rows.dtype, device=rows.device, requires_grad=True)
         optimiser = torch.optim.LBFGS(
-            [weights, biases], max_iter=100, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+            [weights, biases], max_iter=1000, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
         )
 
         def loss() -> Tensor:
