@@ -34,6 +34,8 @@ def test_manipulated_map_adds_up_and_shares_a_scale() -> None:
     shown = [np.asarray(panel.get_array()) for panel in (whole, *parts)]  # type: ignore[union-attr]
     np.testing.assert_allclose(shown[0], shown[1] + shown[2], rtol=1e-6, atol=1e-6)
     assert whole.get_clim() == parts[0].get_clim() == panels[9].get_clim()  # type: ignore[union-attr]
+    slight = manipulated_map((images[0], images[0] + 4e-4, images[2]), target, original, manipulated)
+    assert slight.axes[10].get_title() == "|change|, at most 0.0004"
     with pytest.raises(ValueError, match=r"original must have shape \(2, H, W\)"):
         manipulated_map((images[0], images[1], images[2]), target, original[:1], manipulated)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..parameters import as_int
 from ..validation import as_float_tensor, check_finite
-from .style import draw_map, pooled
+from .style import draw_map, number, pooled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +74,7 @@ def manipulated_map(
     axes[2, 1].set_title("target map")
     difference = (pictures[1] - pictures[0]).abs().amax(0)
     axes[2, 2].imshow(difference.numpy(), cmap="gray_r", vmin=0, vmax=max(float(difference.max()), 1e-30))
-    axes[2, 2].set_title(f"|change|, at most {float(difference.max()):.3f}")
+    axes[2, 2].set_title(f"|change|, at most {number(float(difference.max()))}")
     for axis in axes.flat:
         axis.set_axis_off()
     return figure
