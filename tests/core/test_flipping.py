@@ -236,6 +236,8 @@ def test_mean_and_blur() -> None:
     mask = np.zeros((4, 4), dtype=bool)
     mask[:, 3] = True
     assert FILLS["mean"](image, mask, np.zeros(1))[0, 0, 3] == pytest.approx(0.5 / 3)
+    large, hole = np.full((3, 1024, 1024), 0.9, dtype=np.float32), np.eye(1024, dtype=bool)
+    assert FILLS["mean"](large, hole, np.zeros(3))[:, 0, 0] == pytest.approx(0.9, abs=1e-5)
     blurred = FILLS["blur"](image, mask, np.zeros(1))
     assert blurred.std() < 0.1 * image.std()
     assert image.min() < blurred.min() <= blurred.max() < image.max()
