@@ -67,7 +67,7 @@ class Doubled(nn.Conv2d):
 
 def test_convolutions_that_do_more_are_left_as_they_are() -> None:
     replaced = nn.Conv2d(4, 4, 3)
-    replaced.forward = lambda x: 3 * x  # type: ignore[method-assign]
+    replaced.__dict__["forward"] = lambda x: 3 * x
     x = torch.randn(2, 4, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for conv in (Standardised(4, 4, 3), Doubled(4, 4, 3), replaced):
         model = nn.Sequential(conv, nn.Tanh()).double()
