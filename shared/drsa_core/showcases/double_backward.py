@@ -54,8 +54,8 @@ def constant_weights(model: nn.Module) -> Iterator[None]:
     """While entered, 2-D convolutions of the model treat their weights as constants.
 
     Outputs and gradients for the input stay what they are. Parameters get no gradient from convolutions.
-    Other layers, convolutions that pad by anything but zeros, and those of classes that do more than to
-    convolve are left as they are. Enter it before a composite is registered: rules that run a layer with
+    Other layers, convolutions that pad by anything but zeros, and subclasses of `nn.Conv2d` other than timm's
+    `Conv2dSame` are left as they are. Enter it before a composite is registered: rules that run a layer with
     modified weights then take part.
     """
     edits = ModuleEdits()
@@ -70,9 +70,7 @@ def constant_weights(model: nn.Module) -> Iterator[None]:
 
 def _only_convolves(conv: nn.Conv2d) -> bool:
     """Whether a layer convolves with its weight as it is; a subclass may standardise it, as in NFNets."""
-    kind = type(conv)
-    is_plain = kind.forward is nn.Conv2d.forward and kind._conv_forward is nn.Conv2d._conv_forward
-    return (is_plain or kind.__name__ == "Conv2dSame") and "forward" not in vars(conv)
+    return (type(conv) is nn.Conv2d or type(conv).__name__ == "Conv2dSame") and "forward" not in vars(conv)
 
 
 def _constant_forward(conv: nn.Conv2d) -> Callable[[Tensor], Tensor]:
