@@ -249,3 +249,7 @@ def test_bad_input_is_named() -> None:
         stability(pairs, 2, solver=DSA())
     with pytest.raises(TypeError, match="must be a DRSA, whose parameters are used, got PRCA"):
         choose_k(pairs, [2], solver=PRCA(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n_init must be an integer of at least 1, got 0"):
+        stability(pairs, 2, solver=DRSA(n_init=0))
+    with pytest.raises(ValueError, match="q must be a finite number, got nan"):
+        stability(pairs, 2, solver=DRSA(q=math.nan))

@@ -260,6 +260,7 @@ def _checked_solver(solver: DRSA) -> DRSA:
             f"solver must be a DRSA, got {type(solver).__name__}, which ignores contexts; give DRSA() and "
             "Pairs(pairs.a, pairs.a, pairs.image)"
         )
+    solver._checked_parameters()  # before anything is fitted, and with one sentence for each mistake
     return solver
 
 
