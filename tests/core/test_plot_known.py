@@ -57,3 +57,6 @@ def test_few_pixels_of_a_known_concept_differ_in_colour() -> None:
     maps[0, 0, :2] = torch.tensor([1.0, 4.0])
     figure = known_concepts(torch.rand(1, 36, 36), maps > 0, {"DRSA": maps}, ["ring"])
     assert figure.axes[-1].images[0].get_clim() == (-4, 4)
+    bytes_ = torch.randint(256, (1, 36, 36), dtype=torch.uint8)
+    shown = known_concepts(bytes_, maps > 0, {"DRSA": maps}, ["ring"]).axes[0].images[0]
+    np.testing.assert_array_equal(np.asarray(shown.get_array()), bytes_[0])

@@ -52,7 +52,7 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
     n_rows, n_columns = 1 + len(maps), 1 + len(masks)
     figure = Figure(figsize=(1.55 * n_columns, 1.75 * n_rows), layout="constrained")
     axes = figure.subplots(n_rows, n_columns, squeeze=False)
-    picture = as_float_tensor(image[0], "image").cpu().numpy()
+    picture = image[0].detach().cpu().float().numpy()
     for column, axis in enumerate(axes[0]):
         axis.imshow(picture, cmap="gray")
         axis.set_title("image" if column == 0 else names[column - 1], fontsize=10)
