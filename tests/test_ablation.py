@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,3 +240,9 @@ def test_figure_has_a_panel_for_each_method(x: Tensor) -> None:
     assert f"{result.correlation:.2f}" in figure.axes[0].get_title()
     with pytest.raises(ValueError, match="at least one"):
         ablation_scatter({})
+    # Drops have the precision of the model.
+    half = replace(result, drop=result.drop.bfloat16(), relevance=result.relevance.float())
+    shown = ablation_scatter({"DRSA": half}).axes[0].lines[0]
+    torch.testing.assert_close(
+        torch.as_tensor(shown.get_ydata(), dtype=torch.float32), half.drop[:, 0].float()
+    )

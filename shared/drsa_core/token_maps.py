@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .parameters import as_int
+from .precision import HALF
 
 #: More tokens than this before those of the image are no prefix, but a sign that the grid is wrong.
 _MAX_PREFIX = 16
@@ -175,8 +176,10 @@ def covers(maps: Tensor, size: tuple[int, int]) -> bool:
 def spread(maps: Tensor, size: tuple[int, int]) -> Tensor:
     """Maps (…, h, w) over an image of `size` (H, W): each value is shared out evenly among its pixels.
 
-    So that totals stay what they are. A pixel belongs to the position that its centre lies in.
+    So that totals stay what they are. A pixel belongs to the position that its centre lies in. In float32 for
+    half precision: a share of 1e-5 / 256 is zero in float16.
     """
+    maps = maps.float() if maps.dtype in HALF else maps
     result = maps
     for axis, length in ((-2, int(size[0])), (-1, int(size[1]))):
         n_cells = int(maps.shape[axis])

@@ -126,6 +126,15 @@ def test_spray_finds_the_clusters_that_scikit_learn_finds() -> None:
     np.testing.assert_allclose(spray.distances(held_out), expected, rtol=0, atol=1e-10)
 
 
+def test_spray_labels_are_those_of_its_centres() -> None:
+    maps = torch.randn(40, 16, 16, generator=torch.Generator().manual_seed(0))
+    for max_iter in (1, 2, 3):  # too few to converge
+        spray = SpRAy(3, pool=4, max_iter=max_iter, random_state=0).fit(maps)
+        nearest, labels = spray.distances(maps).min(1)
+        assert torch.equal(spray.labels_, labels)
+        assert spray.inertia_ == pytest.approx(float(nearest.square().sum()))
+
+
 def test_spray_is_reproducible_and_leaves_generators_alone() -> None:
     state, numpy_state = torch.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
     first = SpRAy(3, pool=4, random_state=1).fit(blobs(20, 0))
@@ -193,6 +202,26 @@ def test_refined_output_is_equation_12_with_excess_relevance() -> None:
     torch.testing.assert_close(
         plain(x)[:, 2], model.get_parameter("4.bias")[2].expand(5), rtol=1e-5, atol=1e-5
     )
+
+
+class InPlace(nn.Module):
+    """A network that normalises its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.network(x.sub_(0.5))
+        return output
+
+
+def test_models_may_write_into_their_input() -> None:
+    model, x = InPlace(), images()
+    explain = GradientTimesInput(model.network)
+    refined = RefinedModel(model.eval(), lambda x, target: explain(x - 0.5, target), 2, [0])
+    expected = model(x.clone())[:, 2] - explain(x - 0.5, 2)[:, 0]
+    torch.testing.assert_close(refined(x.clone())[:, 2], expected)
 
 
 def test_refined_model_is_a_drop_in() -> None:
@@ -310,6 +339,10 @@ def test_refined_model_names_mistakes() -> None:
         RefinedModel(model, lambda x, target: torch.zeros(3), 0, [0])(x)
     with pytest.raises(ValueError, match="NaN"):
         RefinedModel(model, lambda x, target: torch.full((len(x), 1), torch.nan), 0, [0])(x)
+    twice = network()
+    twice.forward = lambda x: (model(x), model(x))  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match=r"must give a tensor \(N, n_outputs\), got tuple"):
+        RefinedModel(twice, relevance, 0, [0])(x)
 
 
 # ---------------------------------------------------------------------- reweighting, poisoning, measures

@@ -50,6 +50,32 @@ def test_padding_of_timm() -> None:
         torch.testing.assert_close(derivatives(model, x), expected, rtol=1e-10, atol=1e-10)
 
 
+class Standardised(nn.Conv2d):
+    """A convolution that standardises its weight first, as those of NFNets do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight / weight.norm(), self.bias)
+
+
+class Doubled(nn.Conv2d):
+    """A convolution that does something else with the weight that it is given."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, 2 * weight, bias)
+
+
+def test_convolutions_that_do_more_are_left_as_they_are() -> None:
+    replaced = nn.Conv2d(4, 4, 3)
+    replaced.__dict__["forward"] = lambda x: 3 * x
+    x = torch.randn(2, 4, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for conv in (Standardised(4, 4, 3), Doubled(4, 4, 3), replaced):
+        model = nn.Sequential(conv, nn.Tanh()).double()
+        expected = derivatives(model, x)
+        with constant_weights(model):
+            torch.testing.assert_close(derivatives(model, x), expected)
+
+
 def test_restored_after_an_exception() -> None:
     model = nn.Sequential(nn.Conv2d(1, 1, 3))
     before = model_state(model)

@@ -236,6 +236,8 @@ def test_mean_and_blur() -> None:
     mask = np.zeros((4, 4), dtype=bool)
     mask[:, 3] = True
     assert FILLS["mean"](image, mask, np.zeros(1))[0, 0, 3] == pytest.approx(0.5 / 3)
+    large, hole = np.full((3, 1024, 1024), 0.9, dtype=np.float32), np.eye(1024, dtype=bool)
+    assert FILLS["mean"](large, hole, np.zeros(3))[:, 0, 0] == pytest.approx(0.9, abs=1e-5)
     blurred = FILLS["blur"](image, mask, np.zeros(1))
     assert blurred.std() < 0.1 * image.std()
     assert image.min() < blurred.min() <= blurred.max() < image.max()
@@ -279,6 +281,39 @@ def test_mean_and_std_or_a_pair_of_functions() -> None:
     constant = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4, fill="constant")
     torch.testing.assert_close(constant.scores[:, -1], torch.zeros(2, dtype=torch.float64), atol=1e-6, rtol=0)
     torch.testing.assert_close(constant.scores[:, 0], model(inputs)[:, 0].clamp(min=0), rtol=0, atol=1e-12)
+
+
+def test_functions_may_write_into_what_they_are_given() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(2, 3, 16, 16, generator=generator, dtype=torch.float64) * 4 - 2
+    maps = torch.randn(2, 2, 3, 16, 16, generator=generator)
+    model, before = (
+        Linear(torch.rand(3, 16, 16, generator=generator, dtype=torch.float64)).eval(),
+        inputs.clone(),
+    )
+
+    def fill(image, mask, neutral):
+        filled = image.copy()
+        filled[:, mask] = image.mean()
+        return filled
+
+    def careless_fill(image, mask, neutral):
+        image[:, mask] = image.mean()
+        mask[:], neutral[:] = False, 0
+        return image
+
+    careful = patch_flipping(model, inputs, maps, 0, (0.5, 0.25), patch_size=4, fill=fill)
+    careless = patch_flipping(
+        model,
+        inputs,
+        maps,
+        0,
+        Preprocessing(lambda x: x.mul_(0.25).add_(0.5), lambda x: x.sub_(0.5).div_(0.25)),
+        patch_size=4,
+        fill=careless_fill,
+    )
+    assert torch.equal(inputs, before)
+    torch.testing.assert_close(careless.scores, careful.scores, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- bad input

@@ -88,6 +88,19 @@ def test_target_gets_the_total_of_the_original() -> None:
         preserve_relevance(target * torch.tensor([1.0, -1.0, 1.0])[:, None, None], original)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float16, 40.0), (torch.bfloat16, 1.0), (torch.float32, 1e36)]
+)
+def test_totals_of_many_pixels_keep_their_digits(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    target, original = (scale * torch.rand(2, 1, 64, 64, generator=generator)).to(dtype)
+    rescaled = preserve_relevance(target, original)
+    assert rescaled.dtype == dtype
+    totals = [maps.double().sum((1, 2)) for maps in (rescaled, original)]
+    # Roundings of single pixels cancel in the sum; 1e-4 is less than that of a total in bfloat16.
+    torch.testing.assert_close(*totals, rtol=1e-4, atol=0)
+
+
 def test_manipulation_moves_the_map_and_keeps_the_output() -> None:
     model, x = network(), images()
     explain = gradient_times_input(model)
@@ -198,6 +211,12 @@ def test_score_is_the_cancelled_share() -> None:
     assert float(manipulation_score(torch.zeros(1, 2, 3, 2, 2), pool=2)) == 0
     # Averages over the square: 0.5 and 0.5.
     assert float(manipulation_score(maps, pool=2)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_in_half_precision_are_those_of_the_same_numbers(dtype: torch.dtype) -> None:
+    maps = torch.randn(4, 2, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    torch.testing.assert_close(manipulation_score(maps), manipulation_score(maps.float()), rtol=0, atol=1e-6)
 
 
 def test_what_cancels_at_the_edge_counts() -> None:

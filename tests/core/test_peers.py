@@ -142,3 +142,20 @@ def test_concept_vectors_tell_labels_apart(pairs: Pairs, factors: Tensor) -> Non
     for wrong in ([0] * len(pairs), [1, 2] * (len(pairs) // 2)):
         with pytest.raises(ValueError, match="each at least once"):
             concept_vectors(pairs.a, wrong)
+
+
+def test_concept_vectors_are_found_with_hardly_any_weight_decay() -> None:
+    """Features of very different scale: at the minimum the gradient by the weights is zero."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    source = generator()
+    labels = torch.randint(3, (600,), generator=source)
+    means = torch.rand(3, 64, generator=source)
+    noise = torch.randn(600, 64, generator=source)
+    a = ((means[labels] + noise).relu() * torch.logspace(0, -2, 64)).double()
+    vectors = concept_vectors(a, labels, weight_decay=1e-6)
+    rows = a / a.square().mean().sqrt()
+    reference = linear_model.LogisticRegression(C=1 / (600 * 1e-6), tol=1e-9, max_iter=10000)
+    for label, vector in enumerate(vectors):
+        expected = torch.from_numpy(reference.fit(rows.numpy(), (labels == label).numpy()).coef_[0])
+        cosine = torch.nn.functional.cosine_similarity(vector, expected, dim=0)
+        assert float(cosine) == pytest.approx(1, abs=1e-5)

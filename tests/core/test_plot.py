@@ -68,6 +68,10 @@ def test_the_residual_gets_a_panel_when_there_is_one(maps) -> None:
     assert len(panels(concept_maps(image, maps, whole=rounded))) == 4
     assert len(panels(concept_maps(image, maps, whole=rounded, residual=True))) == 5
     assert len(panels(concept_maps(image, maps, whole=whole, residual=False))) == 4
+    # A standard map of zeros does not agree with anything.
+    nothing = concept_maps(image, maps, whole=torch.zeros(3, 4, 4))
+    assert panels(nothing)[-1][0].startswith("residual")
+    assert "largest difference at a pixel inf of" in nothing.get_supxlabel()
 
 
 def test_shares_are_left_out_where_the_parts_cancel() -> None:

@@ -40,6 +40,13 @@ def test_training_curves_have_a_panel_for_each_method() -> None:
     np.testing.assert_allclose(heights(figure.axes[1].lines[1]), [2, 4, 5])
 
 
+def test_a_class_has_one_colour_in_all_training_curves() -> None:
+    figure = training_curves({"DSA": {"cat": [1.0], "dog": [2.0]}, "DRSA": {"dog": [3.0], "cat": [4.0]}})
+    first, second = ({line.get_label(): line.get_color() for line in axis.lines} for axis in figure.axes)
+    assert first == second
+    assert len(set(first.values())) == 2
+
+
 def test_scores_against_numbers_and_layers() -> None:
     def summary(mean: float) -> Summary:
         return Summary(mean, 0.5, (mean - 1, mean + 1), 4, 40)

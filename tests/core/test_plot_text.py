@@ -111,6 +111,19 @@ def test_one_symmetric_scale_for_all_concepts() -> None:
     assert boxes == ["#f07870", "#7aa6f0", "#ffffff", "#fbdddb", "#ffffff", "#ffffff"]
 
 
+def test_the_scale_holds_the_sum_of_concepts() -> None:
+    """A word that three concepts speak for is stronger in the sum than one with a single concept."""
+    values = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    page = plot.concept_text_html(["three", "one"], values)
+    strong, weak = (word["style"] for word in Spans(page).words[:2])
+    assert "#f07870" in strong
+    assert "#fad2cf" in weak  # a third of the way from white
+    assert "+3 for" in page
+    assert "+1 for" in plot.concept_text_html(["three", "one"], values, whole=False)
+    figure = plot.concept_text(["three", "one"], values)
+    assert any("3 for" in text.get_text() for text in figure.axes[0].texts)
+
+
 def test_long_sentences_are_broken_and_every_word_stays_inside() -> None:
     tokens = [f"word{i}" for i in range(40)]
     figure = plot.concept_text(tokens, maps(2, 40), width=30)

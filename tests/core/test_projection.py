@@ -71,6 +71,17 @@ def test_references_are_left_alone_at_quantile_one() -> None:
     assert torch.equal(projected.set_back(a), a)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_contexts_are_not_lost_in_half_precision(dtype: torch.dtype) -> None:
+    model, (x, context, subspaces) = network(), tensors()
+    projected = ProjectedModel(model, LAYER, subspaces, [0], 1e-8 * context, reference(model), 0.5)
+    a = model[:3](x).detach().to(dtype)
+    changed = [(projected.set_back(t) != t).any(1) for t in (a, a.float())]
+    assert 0 < int(changed[1].sum()) < changed[1].numel()
+    # Positions whose change is less than the spacing of the numbers stay as they are.
+    assert int((changed[0] != changed[1]).sum()) <= 0.1 * int(changed[1].sum())
+
+
 def test_tokens_have_their_features_last() -> None:
     model, (x, context, subspaces) = network(), tensors()
     a = model[:3](x).detach()

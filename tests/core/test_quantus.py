@@ -68,6 +68,15 @@ def test_explain_func_gives_one_concept_or_their_sum(case) -> None:
         explain_func(lambda m, x, y: torch.full((3, 1, 3, 16, 16), torch.nan))(model, x.numpy(), y.numpy())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_float32(case, dtype: torch.dtype) -> None:
+    model, x, y = case
+    maps = torch.rand(3, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = explain_func(lambda *_: maps)(model, x.numpy(), y.numpy())
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found[:, 0], maps.double().sum((1, 2)), rtol=1e-6)
+
+
 def test_quantus_is_not_imported_with_the_core() -> None:
     script = "import sys, drsa_core.evaluation; sys.exit('quantus' in sys.modules or 'cv2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

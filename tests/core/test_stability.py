@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import numpy as np
@@ -45,6 +46,11 @@ def test_correlations_and_matching_are_the_literal_ones() -> None:
     partners, values = match(first, second)
     assert partners == best
     torch.testing.assert_close(values, torch.stack([found[k, j] for k, j in enumerate(best)]))
+
+
+def test_relevance_that_is_the_same_everywhere_has_no_correlation() -> None:
+    constant = torch.full((60, 2), 0.1, dtype=torch.float64)  # whose mean is another number
+    assert not correlations(constant, constant).any()
 
 
 def test_images_are_drawn_not_pairs() -> None:
@@ -165,6 +171,29 @@ def test_few_images_with_their_own_contexts_beat_chance() -> None:
     ).beats_chance
 
 
+def test_contexts_that_meet_no_other_image_leave_nothing_to_chance() -> None:
+    """Each image has features of its own: shuffled contexts have no relevance anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.arange(6).repeat_interleave(10)
+    a = torch.zeros(60, 12)
+    for n in range(6):
+        a[image == n, 2 * n : 2 * n + 2] = 0.1 + torch.rand(10, 2, generator=generator)
+    found = stability(Pairs(a, a, image), 2, n_bootstraps=2, progress=False)
+    assert found.null_objective == 0
+    assert not found.null.any()
+    assert found.null.shape == (2, 2)
+
+
+def test_one_image_with_all_evidence_cannot_be_left_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.rand(60, 12, generator=generator)
+    a[:10] *= 1000
+    found = stability(Pairs(a, a, torch.arange(6).repeat_interleave(10)), 2, n_bootstraps=2, progress=False)
+    assert math.isnan(found.held_out_objective)
+    assert not any(found.is_stable)
+    assert "ONE IMAGE HOLDS NEARLY ALL EVIDENCE" in str(found)
+
+
 def test_patience_ends_the_search() -> None:
     few = choose_k(planted(2), range(2, 12), n_bootstraps=2, patience=1, progress=False)
     assert [c.are_distinct for c in few.candidates[-1:]] == [False] or few.candidates[-1].n_subspaces == 11
@@ -220,3 +249,7 @@ def test_bad_input_is_named() -> None:
         stability(pairs, 2, solver=DSA())
     with pytest.raises(TypeError, match="must be a DRSA, whose parameters are used, got PRCA"):
         choose_k(pairs, [2], solver=PRCA(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n_init must be an integer of at least 1, got 0"):
+        stability(pairs, 2, solver=DRSA(n_init=0))
+    with pytest.raises(ValueError, match="q must be a finite number, got nan"):
+        stability(pairs, 2, solver=DRSA(q=math.nan))

@@ -149,6 +149,11 @@ def test_ibd_needs_independent_vectors() -> None:
     with pytest.raises(ValueError, match="residual"):
         ibd_subspaces(torch.eye(3)[:1], ["residual"])
     assert not ibd_subspaces(torch.eye(3)[:1], residual=False).is_complete
+    nearly = torch.randn(1, 20, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    nearly[1, 0] += 1e-4
+    assert ibd_subspaces(nearly.double()).is_complete
+    with pytest.raises(ValueError, match="nearly parallel"):
+        ibd_subspaces(nearly)
 
 
 def test_selection_reorders_blocks() -> None:

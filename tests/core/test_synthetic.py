@@ -90,6 +90,9 @@ def test_shared_and_missing_concepts() -> None:
     assert single.subspace_of == (-1, 0, -1)
     assert single.score == pytest.approx(1 / 3)
     assert single.covered == 1
+    # The empty maps of the first two concepts cover neither.
+    assert match_masks(torch.diag(torch.tensor([0.0, 0, 1])).view(1, 3, 1, 3), masks).covered == 1
+    assert match_masks(torch.zeros(1, 3, 1, 3), masks).covered == 0
 
 
 def test_bad_input_is_named() -> None:

@@ -220,6 +220,14 @@ def test_spreading_keeps_totals_and_places(size: tuple[int, int]) -> None:
     torch.testing.assert_close(sums, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_relevance_is_not_lost_in_half_precision(dtype: torch.dtype) -> None:
+    values = (1e-5 * relevance(4, 4)).to(dtype)
+    over = spread(values, (64, 64))
+    # A position covers 16 × 16 pixels: its share is exact.
+    torch.testing.assert_close(over[:, :, ::16, ::16] * 256, values.float(), rtol=0, atol=0)
+
+
 def test_too_few_pixels() -> None:
     with pytest.raises(ValueError, match="cannot cover"):
         spread(relevance(3, 4), (2, 4))

@@ -90,7 +90,7 @@ class Filler:
         # In NumPy, as what the workers do must not compete for the threads of the network.
         self.gone, self.grid = gone.numpy(), grid.numpy()
         with torch.no_grad():
-            pixels = preprocessing.to_pixels(inputs)
+            pixels = preprocessing.to_pixels(inputs.clone())  # which it may write into
             neutral = preprocessing.to_pixels(torch.zeros_like(inputs[:1]))
         if pixels.shape != inputs.shape:
             raise ValueError(
@@ -111,7 +111,10 @@ class Filler:
         """Filled pixels (C, H, W) of image n after a step, and the mask (H, W) of what was removed."""
         begin = time.perf_counter()
         mask = self.gone[n, step][self.grid]
-        filled = self.fill(self.pixels[n], mask, self.neutral) if mask.any() else self.pixels[n]
+        filled = self.pixels[n]
+        if mask.any():
+            # Copies, as a fill may write into what it is given, and other steps begin with the same pixels.
+            filled = self.fill(filled.copy(), mask.copy(), self.neutral.copy())
         if filled.shape != self.pixels[n].shape:
             raise ValueError(f"fill must return an image of shape {self.pixels[n].shape}, got {filled.shape}")
         if not np.isfinite(filled).all():

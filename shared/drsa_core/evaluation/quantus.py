@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parameters import as_int
+from ..precision import HALF
 from .patches import check_maps
 
 
@@ -37,7 +38,8 @@ def explain_func(
     Returns
     -------
     callable
-        With Quantus' signature; attributions are summed over colour channels, shape (N, 1, H, W).
+        With Quantus' signature; attributions are summed over colour channels, shape (N, 1, H, W), in float32
+        for half precision.
 
     Examples
     --------
@@ -59,6 +61,8 @@ def explain_func(
         x = torch.as_tensor(inputs).to(parameter)
         y = torch.as_tensor(targets).long().reshape(-1).to(x.device)
         maps = check_maps(attribute(model, x, y), x)
+        if maps.dtype in HALF:
+            maps = maps.float()  # sums need the digits, and NumPy has no bfloat16
         if concept is None:
             chosen = maps.sum(1)
         else:

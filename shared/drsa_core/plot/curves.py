@@ -84,6 +84,9 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
 
     if not histories or not all(histories.values()):
         raise ValueError("histories must hold at least one method with at least one class, got none")
+    # A class has one colour in all panels, of which the last one has the legend.
+    names = dict.fromkeys(name for by_class in histories.values() for name in by_class)
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
     figure = Figure(figsize=(4.2 * len(histories), 3.4), layout="constrained")
     axes = figure.subplots(1, len(histories), squeeze=False)[0]
     for axis, (method, by_class) in zip(axes, histories.items(), strict=True):
@@ -91,7 +94,7 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
             check_finite(
                 torch.as_tensor(history, dtype=torch.float64), f"the history of {method!r}, {name!r}"
             )
-            axis.plot(range(len(history)), history, label=name)
+            axis.plot(range(len(history)), history, color=colours[name], label=name)
         axis.set_title(method)
         axis.set_xlabel("iteration")
         axis.set_xscale("symlog", linthresh=10)  # most of the gain is made at the beginning

@@ -10,6 +10,7 @@ import torch
 from ..evaluation.ablation import ConceptAblation
 from ..solvers.choice import ChoiceOfK
 from ..solvers.stability import OVERLAP
+from ..validation import as_float_tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,9 +142,11 @@ def ablation_scatter(results: Mapping[str, ConceptAblation]) -> Figure:
     figure = Figure(figsize=(3.2 * len(results), 3.3), layout="constrained")
     axes = figure.subplots(1, len(results), squeeze=False)[0]
     for axis, (name, result) in zip(axes, results.items(), strict=True):
+        relevance = as_float_tensor(result.relevance, f"relevance of {name}").cpu()
+        drop = as_float_tensor(result.drop, f"drop of {name}").cpu()  # in the model's precision
         for k, concept in enumerate(result.names):
-            axis.plot(result.relevance[:, k].cpu(), result.drop[:, k].cpu(), ".", label=concept, alpha=0.7)
-        both = torch.cat([result.relevance.flatten(), result.drop.flatten()])
+            axis.plot(relevance[:, k], drop[:, k], ".", label=concept, alpha=0.7)
+        both = torch.cat([relevance.flatten(), drop.flatten()])
         ends = (float(both.min()), float(both.max()))
         axis.plot(ends, ends, color="black", linewidth=0.8, linestyle="--")
         axis.set_title(f"{name}: r = {result.correlation:.2f}")

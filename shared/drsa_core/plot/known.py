@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..validation import check_finite
+from ..validation import as_float_tensor, check_finite
+from .style import colour_limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
     n_rows, n_columns = 1 + len(maps), 1 + len(masks)
     figure = Figure(figsize=(1.55 * n_columns, 1.75 * n_rows), layout="constrained")
     axes = figure.subplots(n_rows, n_columns, squeeze=False)
-    picture = image[0].detach().cpu().numpy()
+    picture = image[0].detach().cpu().float().numpy()
     for column, axis in enumerate(axes[0]):
         axis.imshow(picture, cmap="gray")
         axis.set_title("image" if column == 0 else names[column - 1], fontsize=10)
@@ -59,8 +60,9 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
             _outline(axis, masks[column - 1], "gold")
     for row, (method, parts) in zip(axes[1:], maps.items(), strict=True):
         row[0].text(0.5, 0.5, method, ha="center", va="center", fontsize=11, transform=row[0].transAxes)
-        for axis, part, mask in zip(row[1:], parts.detach().cpu(), masks.cpu(), strict=True):
-            limit = max(float(part.abs().flatten().quantile(0.995)), 1e-30)
+        parts = as_float_tensor(parts, f"maps of {method}").cpu()
+        for axis, part, mask in zip(row[1:], parts, masks.cpu(), strict=True):
+            (limit,) = colour_limits(part[None], "each")
             axis.imshow(part.numpy(), cmap="seismic", vmin=-limit, vmax=limit)
             _outline(axis, mask, "black")
             positive = part.clamp(min=0)
@@ -73,7 +75,7 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
 
 def _outline(axis: Axes, mask: Tensor, colour: str) -> None:
     """The edge of a mask, along the borders of pixels."""
-    padded = torch.nn.functional.pad(mask.float(), (1, 1, 1, 1))
+    padded = torch.nn.functional.pad(mask.cpu().float(), (1, 1, 1, 1))
     fine = padded.repeat_interleave(8, 0).repeat_interleave(8, 1)
     n_rows, n_columns = padded.shape
     extent = (-1.5, n_columns - 1.5, -1.5, n_rows - 1.5)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..parameters import as_int
-from ..validation import check_finite
-from .style import draw_map, pooled
+from ..validation import as_float_tensor, check_finite
+from .style import draw_map, number, pooled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,21 +43,27 @@ def manipulated_map(
             )
         check_finite(maps, name)
     check_finite(target_map, "target_map")
+    # Half precision as float32: torch has no quantiles of it, and NumPy no bfloat16.
+    original = as_float_tensor(original, "original").cpu()
+    manipulated = as_float_tensor(manipulated, "manipulated").cpu()
+    target_map = as_float_tensor(target_map, "target_map").cpu()
     if len(images) != 3:
         raise ValueError(f"images must be three: original, manipulated and target, got {len(images)}")
+    pictures = []
     for image, name in zip(images, ("original", "manipulated", "target"), strict=True):
         check_finite(image, f"the {name} image")
+        pictures.append(as_float_tensor(image, f"the {name} image").cpu())
     pool = as_int(pool, "pool", 1)
 
     figure = Figure(figsize=(9.2, 7.2), layout="constrained")
     axes = figure.subplots(3, 4)
     shown = [[maps.sum(0), maps[0], maps[1]] for maps in (original, manipulated)]
-    parts = [[pooled(part.detach().cpu(), pool) for part in row] for row in (*shown, [target_map])]
+    parts = [[pooled(part, pool) for part in row] for row in (*shown, [target_map])]
     # One scale for all: a part can be compared with the whole.
     limit = max(max(float(part.abs().flatten().quantile(0.995)) for part in row) for row in parts)
     titles = ("original", "manipulated", "target image")
-    for row, (image, title) in enumerate(zip(images, titles, strict=True)):
-        axes[row, 0].imshow(image.detach().cpu().clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
+    for row, (image, title) in enumerate(zip(pictures, titles, strict=True)):
+        axes[row, 0].imshow(image.clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
         axes[row, 0].set_title(title)
         for column, part in enumerate(parts[row], start=1):
             size = (int(target_map.shape[0]), int(target_map.shape[1]))
@@ -66,9 +72,9 @@ def manipulated_map(
         for column, what in enumerate(("map", "PRCA-1", "residual"), start=1):
             axes[row, column].set_title(f"{what} {name}" if column == 1 else what)
     axes[2, 1].set_title("target map")
-    difference = (images[1] - images[0]).detach().cpu().abs().amax(0)
+    difference = (pictures[1] - pictures[0]).abs().amax(0)
     axes[2, 2].imshow(difference.numpy(), cmap="gray_r", vmin=0, vmax=max(float(difference.max()), 1e-30))
-    axes[2, 2].set_title(f"|change|, at most {float(difference.max()):.3f}")
+    axes[2, 2].set_title(f"|change|, at most {number(float(difference.max()))}")
     for axis in axes.flat:
         axis.set_axis_off()
     return figure

@@ -78,8 +78,8 @@ def concept_maps(
     labels = concept_names(names, n_concepts)
     standard = concepts.sum(0) if whole is None else over_channels(whole, "whole", (), size).to(concepts)
     rest = standard - concepts.sum(0)
-    largest = float(standard.abs().max())
-    difference = float(rest.abs().max()) / largest if largest else 0.0
+    largest, off = float(standard.abs().max()), float(rest.abs().max())
+    difference = off / largest if largest else (float("inf") if off else 0.0)
     if residual is None:
         residual = whole is not None and difference > _ROUNDING
     panels = torch.stack([standard, *concepts, *([rest] if residual else [])])

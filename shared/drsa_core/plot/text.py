@@ -65,7 +65,7 @@ def concept_text(
     words = as_words(tokens, maps, join)
     rows = _rows(words, names, whole)
     width = as_int(width, "width", 10)
-    limit = _limit(words)
+    limit = _limit(rows)
     lines = _lines(words, width)
     size, cell, line_height = 10.0, 0.0836, 0.27  # points; inches of a character of that size, and of a line
     n_longest = max(sum(len(text) for _, text in line) for line in lines)
@@ -128,13 +128,14 @@ def concept_text_html(
         One `<section>`, with its styles in the elements themselves.
     """
     words = as_words(tokens, maps, join)
-    limit = _limit(words)
+    rows = _rows(words, names, whole)
+    limit = _limit(rows)
     parts = [
         '<section style="font-family:sans-serif;line-height:1.9;color:#111;background:#fff;padding:0.5em">'
     ]
     if title:
         parts.append(f'<p style="margin:0.2em 0;font-weight:bold">{html.escape(title)}</p>')
-    for heading, values in _rows(words, names, whole):
+    for heading, values in rows:
         parts.append(f'<p style="margin:0.5em 0 0;font-size:85%;color:#333">{html.escape(heading)}</p>')
         parts.append('<p style="margin:0">' + "".join(_spans(words, values, limit)) + "</p>")
     parts.append(
@@ -171,8 +172,9 @@ def _colour(value: float, limit: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _limit(words: Words) -> float:
-    return float(words.relevance.abs().max()) or 1.0
+def _limit(rows: Sequence[tuple[str, Tensor]]) -> float:
+    """The largest modulus in any sentence, that of the sum included: beyond it, words would look the same."""
+    return max(float(values.abs().max()) for _, values in rows) or 1.0
 
 
 def _rows(words: Words, names: Sequence[str] | None, whole: bool) -> list[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 import torch
-from scipy.cluster.vq import ClusterError, kmeans2
+from scipy.cluster.vq import ClusterError, kmeans2, vq
 from torch import Tensor
 
 from ..parameters import Seed, as_int, as_seed
@@ -150,9 +150,10 @@ class SpRAy:
         for _ in range(self.n_init):
             start = features[generator.choice(len(features), self.n_clusters, replace=False)]
             try:
-                centres, labels = kmeans2(features, start, self.max_iter, minit="matrix", missing="raise")
+                centres, _ = kmeans2(features, start, self.max_iter, minit="matrix", missing="raise")
             except ClusterError:  # a cluster lost its last map: this start leads nowhere
                 continue
+            labels = vq(features, centres)[0]  # those of kmeans2 are of the centres before its last step
             inertia = float(np.square(features - centres[labels]).sum())
             if inertia < self.inertia_:
                 self.inertia_ = inertia

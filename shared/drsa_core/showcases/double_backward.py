@@ -54,17 +54,23 @@ def constant_weights(model: nn.Module) -> Iterator[None]:
     """While entered, 2-D convolutions of the model treat their weights as constants.
 
     Outputs and gradients for the input stay what they are. Parameters get no gradient from convolutions.
-    Other layers, and convolutions that pad by anything but zeros, are left as they are. Enter it before a
-    composite is registered: rules that run a layer with modified weights then take part.
+    Other layers, convolutions that pad by anything but zeros, and subclasses of `nn.Conv2d` other than timm's
+    `Conv2dSame` are left as they are. Enter it before a composite is registered: rules that run a layer with
+    modified weights then take part.
     """
     edits = ModuleEdits()
     try:
         for module in model.modules():
-            if isinstance(module, nn.Conv2d) and module.padding_mode == "zeros":
+            if isinstance(module, nn.Conv2d) and module.padding_mode == "zeros" and _only_convolves(module):
                 edits.attribute(module, "forward", _constant_forward(module))
         yield
     finally:
         edits.undo()
+
+
+def _only_convolves(conv: nn.Conv2d) -> bool:
+    """Whether a layer convolves with its weight as it is; a subclass may standardise it, as in NFNets."""
+    return (type(conv) is nn.Conv2d or type(conv).__name__ == "Conv2dSame") and "forward" not in vars(conv)
 
 
 def _constant_forward(conv: nn.Conv2d) -> Callable[[Tensor], Tensor]:

@@ -88,7 +88,8 @@ def preserve_relevance(target: Tensor, original: Tensor) -> Tensor:
     target, original : tensor, shape (N, H, W)
     """
     _check_maps(target, "target", original, "original")
-    sums, wanted = target.sum((1, 2)), original.sum((1, 2))
+    # In float64: sums over all pixels leave the range of half precision, and at times that of float32.
+    sums, wanted = target.double().sum((1, 2)), original.double().sum((1, 2))
     ratio = wanted / torch.where(sums == 0, 1, sums)
     bad = ((sums == 0) | (ratio <= 0)).nonzero().flatten().tolist()
     if bad:
@@ -96,7 +97,8 @@ def preserve_relevance(target: Tensor, original: Tensor) -> Tensor:
             f"the target maps of images {bad} add up to zero, or to another sign than the original ones: no "
             "factor gives them the same total. Take target maps of images that their class explains"
         )
-    return target * ratio[:, None, None]
+    dtype = target.dtype if target.is_floating_point() else torch.float32
+    return (target.double() * ratio[:, None, None]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -273,7 +275,11 @@ def manipulation_score(maps: Tensor, pool: int = 8) -> Tensor:
     Returns
     -------
     tensor, shape (N,)
+        In float64 for maps in float64, else in float32.
     """
+    # In float64: of a difference of two sums, half precision keeps two digits.
+    dtype = torch.float64 if maps.dtype == torch.float64 else torch.float32
+    maps = maps.detach().double()
     if maps.ndim == 5:
         maps = maps.sum(2)
     if maps.ndim != 4 or maps.shape[1] != 2:
@@ -286,10 +292,9 @@ def manipulation_score(maps: Tensor, pool: int = 8) -> Tensor:
     if pool > min(maps.shape[2:]):
         raise ValueError(f"pool must be at most the size of the maps, {tuple(maps.shape[2:])}, got {pool}")
     # Up to the edge, where squares may be smaller and count by what they hold.
-    pooled = nn.functional.avg_pool2d(maps.detach(), pool, ceil_mode=True, divisor_override=pool**2)
-    pooled = pooled.flatten(2)
+    pooled = nn.functional.avg_pool2d(maps, pool, ceil_mode=True, divisor_override=pool**2).flatten(2)
     parts, whole = pooled.abs().sum((1, 2)), pooled.sum(1).abs().sum(1)
-    return torch.where(parts > 0, 1 - whole / torch.where(parts > 0, parts, 1), 0)
+    return torch.where(parts > 0, 1 - whole / torch.where(parts > 0, parts, 1), 0).to(dtype)
 
 
 def is_suspicious(scores: Tensor, trusted: Tensor, quantile: float = 0.95) -> Tensor:

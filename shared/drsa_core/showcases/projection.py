@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fingerprint import model_fingerprint
 from ..layer import Request, check_fits, find_layer
 from ..parameters import as_float, as_int
-from ..precision import full_precision
+from ..precision import HALF, full_precision
 from ..provenance import Provenance, check_provenance
 from ..subspaces import Subspaces
 from ..validation import as_float_tensor, check_finite, check_matrix
@@ -129,13 +129,18 @@ class ProjectedModel(DropIn):
 
     @full_precision()
     def scores(self, a: Tensor) -> Tensor:
-        """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …)."""
+        """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …).
+
+        In float32 for half precision, where contexts of 1e-8 are zero.
+        """
+        a = a.float() if a.dtype in HALF else a
         return a.movedim(self.channel_dim, -1) @ self.directions.to(a).T
 
     def set_back(self, a: Tensor) -> Tensor:
         """Activations (N, …, D, …) with the concepts set back to ā where they stand out."""
         check_fits(a, self.subspaces.n_features, self.layer_name, self.channel_dim)
-        stands_out = self.scores(a) > self.thresholds.to(a)
+        scores = self.scores(a)
+        stands_out = scores > self.thresholds.to(scores)
         shape = [1] * a.ndim
         shape[self.channel_dim] = -1
         excess = a - self.usual.to(a).reshape(shape)

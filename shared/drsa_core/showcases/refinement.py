@@ -159,14 +159,17 @@ class RefinedModel(DropIn):
         """Outputs (N, n_outputs), that of the target without the excess relevance."""
         if self.training:
             raise ValueError("a refined model is for predictions; call eval() first")
+        explained = x.detach().clone()  # the model may write into its input
         output: Tensor = self.original(x)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the model must give a tensor (N, n_outputs), got {type(output).__name__}")
         if output.ndim != 2 or not 0 <= self.target < output.shape[1]:
             raise ValueError(
                 f"the model must give outputs (N, n_outputs) with more than target = {self.target} of them, "
                 f"got {tuple(output.shape)}"
             )
         target = nn.functional.one_hot(torch.tensor(self.target, device=x.device), output.shape[1])
-        return output - self.evidence(x).to(output)[:, None] * target
+        return output - self.evidence(explained).to(output)[:, None] * target
 
     def evidence(self, x: Tensor) -> Tensor:
         """What is subtracted from the output of the target, shape (N,)."""

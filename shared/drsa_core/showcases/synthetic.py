@@ -206,5 +206,6 @@ def match_masks(maps: Tensor, masks: Tensor) -> Matching:
     subspace_of = dict(zip(*(part.tolist() for part in assigned), strict=True))
     n_concepts = masks.shape[1]
     score = sum(float(inside[k, m]) for m, k in subspace_of.items()) / n_concepts
-    covered = len(set(inside.argmax(1).tolist()))
+    # A map without positive relevance has no strongest concept.
+    covered = len(set(inside[inside.any(1)].argmax(1).tolist()))
     return Matching(inside, tuple(subspace_of.get(m, -1) for m in range(n_concepts)), score, covered)

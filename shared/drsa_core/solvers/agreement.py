@@ -46,4 +46,6 @@ def _standardised(relevance: Tensor) -> Tensor:
     positive = relevance.double().clamp(min=0)
     centred = positive - positive.mean(0)
     length = centred.norm(dim=0)
-    return torch.where(length > 0, centred / torch.where(length > 0, length, 1), 0)
+    # What is the same everywhere differs from its mean by rounding, which correlates with itself.
+    varies = length > 1e-12 * positive.norm(dim=0)
+    return torch.where(varies, centred / torch.where(varies, length, 1), 0)

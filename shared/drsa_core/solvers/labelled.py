@@ -112,7 +112,13 @@ def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residu
         raise ValueError(f"the name {RESIDUAL!r} is kept for what the concepts do not span")
     found = Subspaces(basis, [1] * basis.shape[1], names, dual, metadata={"solver": {"name": "IBD"}})
     found = found.completed() if residual else found
-    return found.to(dtype=rows.dtype)
+    try:
+        return found.to(dtype=rows.dtype)
+    except ValueError as error:
+        raise ValueError(
+            "some of the concept vectors are so nearly parallel, or dependent, that float32 cannot tell them "
+            "apart; leave one of these out, or give the vectors in float64"
+        ) from error
 
 
 def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_decay: float = 1e-3) -> Tensor:
@@ -153,7 +159,7 @@ def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_deca
         )
         biases = torch.zeros(n_labels, dtype=rows.dtype, device=rows.device, requires_grad=True)
         optimiser = torch.optim.LBFGS(
-            [weights, biases], max_iter=100, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+            [weights, biases], max_iter=1000, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
         )
 
         def loss() -> Tensor:

@@ -27,6 +27,10 @@ STARTS = 3
 MAX_ITER = 300
 
 
+class NoRelevanceError(ValueError):
+    """No pair has positive relevance: there is nothing to fit."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One fit.
@@ -131,7 +135,7 @@ def leading_part(full: Objective) -> Reduction:
     """
     weights = (full.a * full.c).sum(1).clamp(min=0).double().square()
     if not weights.any():
-        raise ValueError(
+        raise NoRelevanceError(
             "no pair has positive relevance a·c: nothing counts for the target. Check the target and the "
             "sign of the contexts"
         )

@@ -18,7 +18,7 @@ from ..subspaces import Subspaces
 from .agreement import correlations, match
 from .drsa import DRSA
 from .estimator import learn_subspaces
-from .repeated import Repeated, Run, mean_of_finite
+from .repeated import NoRelevanceError, Repeated, Run, mean_of_finite
 from .resampling import with_shuffled_contexts
 
 #: From which index on a concept is stable.
@@ -58,7 +58,8 @@ class Stability:
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
     objective, held_out_objective : float
-        J on the images of a fit and on those left out by its bootstrap, means over runs.
+        J on the images of a fit and on those left out by its bootstrap, means over runs. NaN if none could be
+        left out, as one image holds nearly all evidence: then no concept counts as stable.
     null_objective : float
         J of shuffled contexts on the images left out of a fit, mean over runs: of the best shuffle.
     relevance : tensor, shape (N, K)
@@ -100,7 +101,7 @@ class Stability:
         if an image's contexts belong to it is the objective higher than for shuffled ones.
         """
         # Both on images left out: on those of a fit, few images are fitted well whatever their contexts.
-        return self.held_out_objective >= (1 + self.margin) * self.null_objective
+        return 0 < self.held_out_objective >= (1 + self.margin) * self.null_objective
 
     @property
     def all_stable(self) -> bool:
@@ -131,13 +132,16 @@ class Stability:
             )
         ]
         n_runs = len(self.agreement) + 1
+        verdict = "" if self.beats_chance else ": NO BETTER THAN CHANCE"
+        if self.held_out_objective != self.held_out_objective:  # NaN: there are no images to leave out
+            verdict = ": NOT KNOWN, AS ONE IMAGE HOLDS NEARLY ALL EVIDENCE"
         return "\n".join(
             [
                 f"{self.n_subspaces} concepts over {n_runs} fits; 1 always comes back, stable from "
                 f"{self.threshold:.2f} on",
                 *rows,
                 f"objective on images left out {self.held_out_objective:.2f}, with shuffled contexts "
-                f"{self.null_objective:.2f}" + ("" if self.beats_chance else ": NO BETTER THAN CHANCE"),
+                f"{self.null_objective:.2f}{verdict}",
             ]
         )
 
@@ -215,10 +219,14 @@ def stability(
                 bar.update()
             return runs
 
-        runs, null = fits(repeated), []
+        runs = fits(repeated)
+        null: list[list[Run]] = []
         for _ in range(n_shuffles):
             shuffled = with_shuffled_contexts(pairs, generator)
-            null.append(fits(Repeated(shuffled, n_subspaces, solver), resampled[:NULL_FITS]))
+            try:
+                null.append(fits(Repeated(shuffled, n_subspaces, solver), resampled[:NULL_FITS]))
+            except NoRelevanceError:
+                null.append([])  # activations never meet contexts of other images: chance has no concepts
     return _summary(pairs, solver, repeated, runs, null, threshold, margin, as_seed(random_state), begin)
 
 
@@ -252,6 +260,7 @@ def _checked_solver(solver: DRSA) -> DRSA:
             f"solver must be a DRSA, got {type(solver).__name__}, which ignores contexts; give DRSA() and "
             "Pairs(pairs.a, pairs.a, pairs.image)"
         )
+    solver._checked_parameters()  # before anything is fitted, and with one sentence for each mistake
     return solver
 
 
@@ -277,7 +286,10 @@ def _summary(
     relevance, of_runs = repeated.relevance(subspaces)
     agreement = torch.stack([match(of_runs, run.relevance)[1] for run in others])
     index = agreement.mean(0)
-    of_null = torch.stack([_index(shuffled).sort().values for shuffled in null])
+    of_null = torch.stack(
+        [_index(shuffled).sort().values if shuffled else torch.zeros_like(index) for shuffled in null]
+    )
+    by_chance = [mean_of_finite([run.held_out for run in shuffled]) if shuffled else 0.0 for shuffled in null]
     metadata = {"index": index.tolist(), "threshold": threshold, "n_runs": len(runs)}
     return Stability(
         subspaces=subspaces.with_metadata(stability=metadata, history=finished.history),
@@ -288,7 +300,7 @@ def _summary(
         agreement=agreement,
         objective=mean_of_finite([run.objective for run in runs]),
         held_out_objective=mean_of_finite([run.held_out for run in runs]),
-        null_objective=max(mean_of_finite([run.held_out for run in shuffled]) for shuffled in null),
+        null_objective=max((value for value in by_chance if value == value), default=float("nan")),
         relevance=relevance,
         seconds=time.perf_counter() - begin,
     )
