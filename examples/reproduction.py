@@ -79,20 +79,20 @@ def known_summaries(known: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def number_of(place: str, results: dict[str, Any]) -> str:
     """The number of a place in the template.
 
-    "file table method metric"; with "ours:other" as method it is the paired difference, with "method@place" a
-    number of a grid; "known_concepts method" is the share inside the right mask.
+    "file table method metric"; with "ours:other" as method it is the paired difference; with "@place" after
+    the method, it is that place of a grid; "known_concepts method" is the share inside the right mask.
     """
     words = place.split()
     try:
         if words[0].startswith(KNOWN):
             return cell(known_summaries(results[words[0]])[words[1]])
         file, table, method, metric = words
-        if "@" in method:
-            method, where = method.split("@")
-            return cell(results[file]["grids"][table]["rows"][method][where][metric])
-        if ":" in method:
-            return difference(results[file]["tables"][table]["differences"][method.split(":")[1]][metric])
-        return cell(results[file]["tables"][table]["rows"][method][metric])
+        method, _, where = method.partition("@")
+        found = results[file]["grids" if where else "tables"][table]
+        _, is_difference, other = method.partition(":")
+        of_method = found["differences"][other] if is_difference else found["rows"][method]
+        value = (of_method[where] if where else of_method)[metric]
+        return difference(value) if is_difference else cell(value)
     except (KeyError, ValueError) as error:
         raise ValueError(f"there is no number for {place!r} in the summaries: {error!r}") from error
 

@@ -44,7 +44,8 @@ def summarise_records(
     -------
     dict
         `tables`: name ↦ `title`, `metrics`, `rows` (method ↦ metric ↦ `mean`, `error`, `by_class`),
-        `differences` and `of`, the method that the others are taken from; `grids`: name ↦ the same by place;
+        `differences` and `of`, the method that the others are taken from; `grids`: name ↦ the same by place
+        (method ↦ place ↦ metric, for rows and differences alike);
         `gains`: method ↦ class ↦ ΔAUPC; `times`.
     """
     results, k = Results(records), n_subspaces
@@ -78,13 +79,13 @@ def summarise_records(
         tables["gamma"] = _table(title, gammas, None, ("aupc", "aupc_of_removed"))
     grids: dict[str, Any] = {}
     if curve := results.find(stage="dims"):
-        grids["dims"] = _grid("Subspace dimensions d", curve, "d", ("aupc", "total_relevance"))
+        grids["dims"] = _grid("Subspace dimensions d", curve, "prca", "d", ("aupc", "total_relevance"))
     for stage, axis, title in (
         ("subspaces", "K", "Number of subspaces K (Note F.2)"),
         ("layers", "layer", f"Layers, K = {k} (Note F.2)"),
     ):
         if found := with_main(results, stage, layer, k):
-            grids[stage] = _grid(title, found, axis, ("aupc", "separability", "peakness"))
+            grids[stage] = _grid(title, found, "drsa", axis, MANY_METRICS)
     return {
         "about": about or {},
         "layer": layer,
@@ -202,14 +203,22 @@ def _difference(ours: Series, other: Series, metric: str) -> dict[str, Any]:
     }
 
 
-def _grid(title: str, series: Sequence[Series], axis: str, metrics: Sequence[str]) -> dict[str, Any]:
+def _grid(
+    title: str, series: Sequence[Series], ours: str, axis: str, metrics: Sequence[str]
+) -> dict[str, Any]:
     read = {"d": lambda s: s.dims, "K": lambda s: s.n_subspaces, "layer": lambda s: s.layer}[axis]
-    cells: dict[str, dict[str, Any]] = {}
-    for s in series:
-        cells.setdefault(s.method, {})[str(read(s))] = {m: _value(s, m) for m in metrics}
-    places = [str(place) for place in sorted({read(s) for s in series})]
-    about = {"title": title, "axis": axis, "places": places, "metrics": list(metrics)}
-    return about | {"rows": cells, "n_images": len(series[0].images)}
+    by_place: dict[str, list[Series]] = {}
+    for s in sorted(series, key=read):
+        by_place.setdefault(str(read(s)), []).append(s)
+    rows: dict[str, dict[str, Any]] = {}
+    differences: dict[str, dict[str, Any]] = {}
+    for place, there in by_place.items():
+        for s in there:
+            rows.setdefault(s.method, {})[place] = {m: _value(s, m) for m in metrics}
+        for method, found in _differences(ours, there, metrics).items():
+            differences.setdefault(method, {})[place] = found
+    about = {"title": title, "axis": axis, "places": list(by_place), "metrics": list(metrics)}
+    return about | {"rows": rows, "of": ours, "differences": differences, "n_images": len(series[0].images)}
 
 
 def _times(records: list[Record]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,10 @@ def differences_of(table: dict[str, Any]) -> str:
     if not table["differences"]:
         return ""
     ours, metrics = name_of(table["of"]), table["metrics"]
-    all_cells = [found[m] for found in table["differences"].values() for m in metrics if m in found]
-    drawn = " [95 % bootstrap over the images of each class]" if any(c["interval"] for c in all_cells) else ""
     lines = [
-        f"{ours} minus the others, image by image: mean ± standard error over classes{drawn}, "
-        "classes in which it is better.",
+        _how_compared(
+            ours, [found[m] for found in table["differences"].values() for m in metrics if m in found]
+        ),
         "",
         f"| {ours} minus | {' | '.join(TITLES[m] for m in metrics)} |",
         "|---" * (len(metrics) + 1) + "|",
@@ -156,6 +156,15 @@ def differences_of(table: dict[str, Any]) -> str:
         cells = [difference(found[m]) if m in found else "" for m in metrics]
         lines.append(f"| {name_of(method)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _how_compared(ours: str, cells: Sequence[dict[str, Any]]) -> str:
+    """What the cells of `difference` mean."""
+    drawn = " [95 % bootstrap over the images of each class]" if any(c["interval"] for c in cells) else ""
+    return (
+        f"{ours} minus the others, image by image: mean ± standard error over classes{drawn}, "
+        "classes in which it is better."
+    )
 
 
 def difference(value: dict[str, Any]) -> str:
@@ -170,8 +179,9 @@ def _legend(table: dict[str, Any]) -> str:
 
 
 def grid_of(grid: dict[str, Any]) -> str:
-    """A table for each metric: methods in rows, d, K or layers in columns."""
-    axis, places, tables = grid["axis"], grid["places"], []
+    """A table for each metric: methods and paired differences in rows, d, K or layers in columns."""
+    axis, places, ours, apart = grid["axis"], grid["places"], name_of(grid["of"]), grid["differences"]
+    tables = []
     for m in grid["metrics"]:
         lines = [f"| {TITLES[m]} | {' | '.join(f'{axis} = {p}' for p in places)} |"]
         lines.append("|---" * (len(places) + 1) + "|")
@@ -179,8 +189,13 @@ def grid_of(grid: dict[str, Any]) -> str:
             found = grid["rows"][method]
             cells = [cell(found[p][m]) if p in found else "" for p in places]
             lines.append(f"| {name_of(method)} | {' | '.join(cells)} |")
+        for method in ordered(apart):
+            cells = [difference(apart[method][p][m]) if p in apart[method] else "" for p in places]
+            lines.append(f"| {ours} minus {name_of(method)} | {' | '.join(cells)} |")
         tables.append("\n".join(lines))
-    return "\n\n".join([*tables, f"({grid['n_images']} images)"])
+    compared = [found[m] for of in apart.values() for found in of.values() for m in grid["metrics"]]
+    legend = f" {_how_compared(ours, compared)}" if compared else ""
+    return "\n\n".join([*tables, f"({grid['n_images']} images.{legend})"])
 
 
 def gains_of(by_method: dict[str, dict[str, float]]) -> str:

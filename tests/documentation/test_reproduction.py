@@ -46,7 +46,11 @@ def small() -> dict[str, Any]:
         "differences": {"dsa": {"aupc": gap}},
     }
     grid = {"title": "d", "axis": "d", "places": ["1"], "metrics": ["aupc"], "n_images": 4}
-    grid |= {"rows": {"prca": {"1": {"aupc": cell}}}}
+    grid |= {
+        "rows": {"prca": {"1": {"aupc": cell}}},
+        "of": "prca",
+        "differences": {"pca": {"1": {"aupc": gap}}},
+    }
     return {
         "net": {"tables": {"many": many}, "grids": {"dims": grid}, "gains": {}, "times": []},
         "known_concepts": {"scores": {"DRSA": [[0.5, 4], [0.7, 3]]}},
@@ -58,6 +62,7 @@ def test_numbers_and_tables_of_a_template() -> None:
     assert number_of("net many drsa aupc", results) == "1.250 ± 0.500"
     assert number_of("net many drsa:dsa aupc", results) == "-0.250 [-0.500, 0.000], 1/2"
     assert number_of("net dims prca@1 aupc", results) == "1.250 ± 0.500"
+    assert number_of("net dims prca:pca@1 aupc", results) == "-0.250 [-0.500, 0.000], 1/2"
     assert number_of("known_concepts drsa", results) == "0.600 ± 0.100"
     with pytest.raises(ValueError, match="no number for 'net many nmf aupc'"):
         number_of("net many nmf aupc", results)
@@ -65,6 +70,7 @@ def test_numbers_and_tables_of_a_template() -> None:
     assert "| DRSA | 1.250 ± 0.500 | 4 |" in text  # nobody to be better than
     assert "| DSA (2 seeds) |  | 4 |" in text
     assert "| DSA | -0.250 [-0.500, 0.000], 1/2 |" in text
+    assert "| PRCA minus PCA | -0.250 [-0.500, 0.000], 1/2 |" in text
     assert "| DRSA | 0.600 ± 0.100 | 3.5 |" in text
     assert "| DRSA | 0.600 ± 0.100 | 1.250 ± 0.500 |" in text
     with pytest.raises(ValueError, match="unknown kind 'nonsense'"):
@@ -102,6 +108,28 @@ def test_attribution_methods_alone_and_paired_with_lrp(tmp_path, monkeypatch) ->
     text = written(template, folder, tmp_path / "docs", monkeypatch)
     assert "2.000; -0.500" in text  # the second only on the image that both have
     assert "| LRP minus | AUPC ↓ |" in text
+
+
+def test_ablations_are_paired_by_image_at_each_place(tmp_path, monkeypatch) -> None:
+    """Two classes; DRSA is 0.5 and 1.5 lower than DSA for K = 4, and 0.25 higher in both for K = 2."""
+    folder = tmp_path / "out"
+    scores = {"drsa": {4: (1.0, 2.0), 2: (1.25, 2.25)}, "dsa": {4: (1.5, 3.5), 2: (1.0, 2.0)}}
+    for method, by_k in scores.items():
+        for k, by_class in by_k.items():
+            for name, aupc in zip("ab", by_class, strict=True):
+                stage = "main" if k == 4 else "subspaces"
+                file = folder / "results" / stage / name / f"{method}.json"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                one = record(name, method, ["1", "2"], [aupc, aupc]) | {"stage": stage, "n_subspaces": k}
+                file.write_text(json.dumps([one]))
+    (folder / "settings.json").write_text(json.dumps({"model": "net", "subspaces": "4"}))
+    template = "[[some subspaces drsa:dsa@4 aupc]]; [[some subspaces drsa:dsa@2 aupc]] {{tables some}}"
+    text = written(template, folder, tmp_path / "docs", monkeypatch)
+    assert "-1.000 ± 0.500 [-1.000, -1.000], 2/2; 0.250 ± 0.000 [0.250, 0.250], 0/2" in text
+    assert (
+        "| DRSA minus DSA | 0.250 ± 0.000 [0.250, 0.250], 0/2 | -1.000 ± 0.500 [-1.000, -1.000], 2/2 |"
+        in text
+    )
 
 
 def test_checks_without_maps_have_a_table_of_their_own(tmp_path, monkeypatch) -> None:
