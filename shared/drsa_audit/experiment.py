@@ -95,9 +95,10 @@ class Experiment:
         begun = out / "settings.json"
         if begun.exists():
             before = json.loads(begun.read_text())
-            other = sorted(key for key in settings if before.get(key) != settings[key])
+            # A setting may be named in one of the two only, where its default goes without saying.
+            other = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
             if other:
-                changes = ", ".join(f"{key}: {before.get(key)} → {settings[key]}" for key in other)
+                changes = ", ".join(f"{key}: {before.get(key)} → {settings.get(key)}" for key in other)
                 raise ValueError(f"{out} was begun with other settings ({changes}); choose another folder")
         write_json(begun, settings)
 

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,20 @@ def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> N
     assert (settings.out / "tables.json").read_text() == kept
     with pytest.raises(ValueError, match=r"begun with other settings \(samples: 2 → 3\)"):
         run_benchmark(replace(settings, samples=3), lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("begun_with", "change"),
+    [({"gamma": 1.0}, "gamma: 1.0 → None"), ({"concepts": "common"}, "concepts: common → None")],
+)
+def test_a_setting_that_is_dropped_is_refused(
+    settings: BenchmarkSettings, begun_with: dict[str, Any], change: str
+) -> None:
+    some = replace(settings, model=f"{__name__}:network_with_gamma", backend="lrp", samples=None)
+    some = replace(some, stages=("main",), methods=("prca",))
+    run_benchmark(replace(some, **begun_with), lambda line: None)
+    with pytest.raises(ValueError, match=rf"begun with other settings \({change}"):
+        run_benchmark(some, lambda line: None)
 
 
 def test_other_photographs_are_refused(settings: BenchmarkSettings) -> None:
