@@ -255,7 +255,8 @@ def _run_stages(
             backend = make_backend(settings.backend, rules, where, settings.samples)
             records += experiment.run(stage, where, backend, classes if stage == "main" else fewer, jobs)
     if "attribution" in settings.stages:
-        records += experiment.run_attributions(settings.attributions, classes, settings.samples)
+        rules = _rules(settings, network, layer)
+        records += experiment.run_attributions(settings.attributions, classes, settings.samples, rules)
     backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
     concepts = [job for job in _main_jobs(settings) if of_concepts(job).dims is None]
     if "ablation" in settings.stages:
@@ -264,7 +265,7 @@ def _run_stages(
         learned = [job for job in concepts if job.readings[0].method in (*LEARNED, *LINES)]
         records += check_stability(experiment, layer, backend, classes, learned, settings.seed)
     if GAMMA_STAGE in settings.stages:
-        records += compare_gammas(experiment, layer, fewer, settings.gammas)
+        records += compare_gammas(experiment, layer, fewer, settings.gammas, settings.upper_gamma)
     return records
 
 

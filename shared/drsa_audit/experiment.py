@@ -154,7 +154,11 @@ class Experiment:
         return records
 
     def run_attributions(
-        self, kinds: Sequence[str], classes: Sequence[ClassImages], samples: int | None = None
+        self,
+        kinds: Sequence[str],
+        classes: Sequence[ClassImages],
+        samples: int | None = None,
+        rules: Network | None = None,
     ) -> list[Record]:
         """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D).
 
@@ -165,6 +169,8 @@ class Experiment:
         classes : sequence of ClassImages
         samples : int, optional
             Permutations of "shapley" and steps of "ig".
+        rules : Network, optional
+            The network with other LRP rules.
         """
         records: list[Record] = []
         for kind in kinds:
@@ -172,11 +178,11 @@ class Experiment:
                 file = self.out / "results" / "attribution" / images.name / f"{kind}.json"
                 if not file.exists():
                     self.check_time()
-                    write_json(file, [self._attribute(kind, images, samples)])
+                    write_json(file, [self._attribute(kind, images, samples, rules or self.network)])
                 records += json.loads(file.read_text())
         return records
 
-    def _attribute(self, kind: str, images: ClassImages, samples: int | None) -> Record:
+    def _attribute(self, kind: str, images: ClassImages, samples: int | None, rules: Network) -> Record:
         inputs, names = self.inputs(images.val)
         if kind == "shapley":
             names = names[: max(1, len(names) // 10)]
@@ -186,7 +192,7 @@ class Experiment:
         if kind == "noise":
             maps = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(images.index))
         else:
-            backend = make_backend(kind, self.network, "", samples)
+            backend = make_backend(kind, rules, "", samples)
             maps = torch.cat([backend.attribute(x, target) for x in inputs.split(self.batch_size)])
         seconds = time.perf_counter() - begin
         scores = self.evaluate(inputs, maps[:, None].float(), target)

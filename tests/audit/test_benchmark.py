@@ -211,6 +211,21 @@ def test_gamma_is_compared_on_training_images(settings: BenchmarkSettings) -> No
     assert run_benchmark(chosen, lambda line: None)[0]["peakness"] == records[0]["peakness"]
 
 
+def test_upper_gamma_counts_in_every_stage(settings: BenchmarkSettings) -> None:
+    factory = f"{__name__}:network_with_gamma"
+    usual = replace(settings, model=factory, backend="lrp", samples=None, methods=("drsa",))
+    usual = replace(usual, stages=("main", "attribution", "gamma"), attributions=("lrp",), gammas=(0.25,))
+    other = replace(usual, out=settings.out.parent / "other", upper_gamma=1.0)
+    before, after = (run_benchmark(one, lambda line: None) for one in (usual, other))
+    for one, two in zip(before, after, strict=True):
+        assert (one["stage"], one["method"]) == (two["stage"], two["method"])
+        assert one["peakness"] != two["peakness"]
+    # One step or all concepts together: the same rules, the same maps.
+    whole, lrp = ([r for r in after if r["method"] == name] for name in ("whole", "lrp"))
+    for one, two in zip(whole, lrp, strict=True):
+        assert one["peakness"] == pytest.approx(two["peakness"], rel=1e-3)
+
+
 def test_time_that_is_over_leaves_what_there_is(settings: BenchmarkSettings) -> None:
     said: list[str] = []
     assert run_benchmark(replace(settings, max_minutes=-1.0), said.append) == []
