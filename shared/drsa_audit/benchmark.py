@@ -198,6 +198,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     )
     # A class that is learned from and evaluated has both kinds of photographs.
     all_images = {c.name: c for c in (*learned_from, *classes)}.values()
+    experiment.check_network()
     experiment.check_photographs(list(all_images))
     counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in all_images)
     say(f"{settings.model}, {layer}, {settings.backend}; training + validation images: {counts}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core import Pairs, PairStore, Subspaces
+from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
@@ -27,6 +28,7 @@ from .backends import Backend, make_backend
 from .images import ClassImages, load_images
 from .jobs import Job, Reading
 from .networks import Network
+from .opening import describe_preprocessing
 from .work import files_digest
 
 Record: TypeAlias = dict[str, Any]
@@ -101,6 +103,31 @@ class Experiment:
                 changes = ", ".join(f"{key}: {before.get(key)} → {settings.get(key)}" for key in other)
                 raise ValueError(f"{out} was begun with other settings ({changes}); choose another folder")
         write_json(begun, settings)
+
+    def check_network(self) -> None:
+        """Refuse to go on with another network, or other inputs to it, than those that the results are of.
+
+        The settings hold names alone: a file of weights may have been written anew. A folder from before the
+        network was noted goes on with that of now.
+        """
+        file = self.out / "network.json"
+        here = {
+            "fingerprint": model_fingerprint(self.network.model),
+            "preprocessing": describe_preprocessing(self.network),
+        }
+        if file.exists():
+            before = json.loads(file.read_text())
+            other = [key for key in here if before.get(key) != here[key]]
+            if other:
+                raise ValueError(
+                    f"the results in {self.out} are of another network, by its {' and '.join(other)}; put "
+                    "that of before back, or choose another folder for the results"
+                )
+        elif (self.out / "results").exists():
+            self.say(
+                f"{self.out} does not say of which network its results are; it is taken to be that of now"
+            )
+        write_json(file, here)
 
     def check_photographs(self, classes: Sequence[ClassImages]) -> None:
         """Refuse to go on with other photographs of a class than those that its results are of.
@@ -317,7 +344,10 @@ class Experiment:
 def _digests(images: ClassImages) -> dict[str, str]:
     """Digest of the content of each photograph, by part, folder and name."""
     parts = [("train", file) for file in images.train] + [("val", file) for file in images.val]
-    return {f"{part}/{file.parent.name}/{file.name}": files_digest([file]) for part, file in parts}
+    by_name: dict[str, list[Path]] = defaultdict(list)  # folders inside of a class may share their names
+    for part, file in parts:
+        by_name[f"{part}/{file.parent.name}/{file.name}"].append(file)
+    return {name: files_digest(files) for name, files in by_name.items()}
 
 
 def _some(names: Sequence[str]) -> str:

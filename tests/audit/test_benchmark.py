@@ -22,6 +22,7 @@ from drsa_audit.networks import SuitableRules
 from drsa_audit.summary import summarise_records
 from drsa_core import PRCA, Pairs, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
+from safetensors.torch import save_file
 from zennit.composites import EpsilonPlus
 
 from .photos import random_photos
@@ -118,6 +119,41 @@ def test_other_photographs_are_refused(settings: BenchmarkSettings) -> None:
     # Another folder takes what is there.
     photo.write_bytes(kept + b"more")
     assert run_benchmark(replace(settings, out=settings.out.parent / "new"), lambda line: None)
+
+
+def test_photographs_of_one_name_in_two_folders_are_told_apart(settings: BenchmarkSettings) -> None:
+    photo = settings.data / "val" / "003_b" / "00.png"
+    places = [settings.data / "val" / "003_b" / folder / "inner" / "00.png" for folder in ("one", "two")]
+    for place in places:
+        place.parent.mkdir(parents=True)
+        place.write_bytes(photo.read_bytes())
+    settings = replace(settings, stages=("main",), methods=("prca",))
+    run_benchmark(settings, lambda line: None)
+    for place in places:
+        place.write_bytes((settings.data / "val" / "003_b" / "01.png").read_bytes())
+        with pytest.raises(ValueError, match=r"changed: val/inner/00.png"):
+            run_benchmark(settings, lambda line: None)
+        place.write_bytes(photo.read_bytes())
+
+
+def test_another_network_under_the_same_name_is_refused(settings: BenchmarkSettings) -> None:
+    weights = settings.out.parent / "weights.safetensors"
+    state = small_network().model.state_dict()
+    save_file(state, weights)
+    settings = replace(settings, weights=weights, stages=("main",), methods=("prca",))
+    before = run_benchmark(settings, lambda line: None)
+    save_file({name: 2 * value for name, value in state.items()}, weights)  # trained on, say
+    with pytest.raises(ValueError, match=r"are of another network, by its fingerprint;"):
+        run_benchmark(settings, lambda line: None)
+    save_file(state, weights)
+    # A folder from before the network was noted.
+    (settings.out / "network.json").unlink()
+    said: list[str] = []
+    assert run_benchmark(settings, said.append) == before
+    assert sum("does not say of which network" in line for line in said) == 1
+    said.clear()
+    assert run_benchmark(settings, said.append) == before
+    assert not any("does not say" in line for line in said)
 
 
 def test_folders_from_before_photographs_were_noted_go_on(settings: BenchmarkSettings) -> None:
