@@ -11,7 +11,7 @@ from drsa_core import Pairs, Subspaces
 from drsa_core.evaluation import compare_ablations
 from drsa_core.solvers.agreement import match
 
-from .backends import Backend, make_backend
+from .backends import Backend, make_backend, repeatable
 from .experiment import Experiment, Record, write_json
 from .images import ClassImages
 from .jobs import Job, learned_job, of_concepts
@@ -40,7 +40,8 @@ def check_by_ablation(
                 _grouped(experiment.subspaces(layer, backend, images, job), of_concepts(job).groups)
                 for job in missing
             ]
-            results = compare_ablations(backend.explainer(None), inputs, target, found)
+            with repeatable():
+                results = compare_ablations(backend.explainer(None), inputs, target, found)
             for job, result in zip(missing, results, strict=True):
                 about = _about("ablation", layer, images, job) | {"files": names}
                 values = {"relevance": result.relevance.tolist(), "drop": result.drop.tolist()}
