@@ -209,7 +209,7 @@ def named(subspaces: Subspaces, names: dict[str, str] | list[str] | None) -> Sub
 
 def command_of(settings: AuditSettings) -> str:
     """The command that makes the report again, with absolute paths."""
-    words = ["drsa", "audit", settings.name if isinstance(settings.model, str) else "module:factory"]
+    words = ["drsa", "audit", _model_word(settings)]
     for field in fields(AuditSettings):
         value = getattr(settings, field.name)
         if field.name in ("model", "names") or value == field.default:
@@ -217,13 +217,23 @@ def command_of(settings: AuditSettings) -> str:
         option = _OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-"))
-        elif isinstance(value, Path):
+        elif isinstance(value, Path) or field.name == "weights":
             words += [option, os.path.abspath(value)]
         elif isinstance(value, list | tuple):
             words += [option, ",".join(map(str, value))]
         else:
             words += [option, str(value)]
     return shlex.join(words)
+
+
+def _model_word(settings: AuditSettings) -> str:
+    """How the command names the model."""
+    if not isinstance(settings.model, str):
+        return "module:factory"
+    place, colon, factory = settings.model.rpartition(":")
+    if place.endswith(".py"):
+        return f"{os.path.abspath(place)}{colon}{factory}"
+    return os.path.abspath(settings.model) if settings.model.endswith(".safetensors") else settings.model
 
 
 def _record(

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from drsa_audit import audit, concepts
+from drsa_audit import AuditSettings, audit, concepts
 from drsa_audit.audit_steps import load_explained
+from drsa_audit.auditing import command_of
 from drsa_audit.record import AuditRecord
 from drsa_core import Subspaces
 from drsa_core.evaluation import concept_ablation
@@ -191,6 +193,21 @@ def test_the_command_in_the_report_makes_it_again(finished, tmp_path) -> None:
         for folder in (finished.work, tmp_path / "again.drsa")
     )
     assert torch.equal(first.basis, again.basis)
+
+
+def test_the_command_in_the_report_has_absolute_paths(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths: dict[str, Any] = {name: Path(name) for name in ("train", "test", "out")}
+
+    def word(model: str, **more: Any) -> list[str]:
+        return shlex.split(command_of(AuditSettings(model=model, target=3, **paths, **more)))
+
+    words = word("models/own.py:network", weights="own.pt")
+    assert words[2] == f"{tmp_path}/models/own.py:network"
+    assert words[words.index("--weights") + 1] == f"{tmp_path}/own.pt"
+    assert word("own.safetensors")[2] == f"{tmp_path}/own.safetensors"
+    assert word("timm/resnet50")[2] == "timm/resnet50"
+    assert word("package.models:network")[2] == "package.models:network"
 
 
 def test_report_gives_other_names_to_the_page_and_the_subspaces(finished, tmp_path) -> None:
