@@ -119,6 +119,14 @@ def test_sixteen_bits_of_a_single_photograph_are_scaled(tmp_path) -> None:
     np.testing.assert_array_equal(photo, (ramp / 257).round().astype(np.uint8)[..., None].repeat(3, 2))
 
 
+def test_a_single_photograph_is_the_right_way_up(tmp_path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter to the right
+    for values in (np.zeros((4, 6), np.uint8), np.zeros((4, 6), np.uint16)):
+        Image.fromarray(values).save(tmp_path / "turned.png", exif=turned)
+        assert find_photo(str(tmp_path / "turned.png")).size == (4, 6)
+
+
 def test_photographs_of_one_name_are_told_apart(tmp_path) -> None:
     files = []
     for place, grey in (("a/1.png", 10), ("b/1.png", 20), ("b/2.png", 30)):
