@@ -50,6 +50,10 @@ def test_the_command_says_what_its_exit_codes_mean() -> None:
         assert code in text
 
 
+def test_the_command_alone_shows_its_help() -> None:
+    assert succeeded().stdout == succeeded("--help").stdout
+
+
 def test_layers_shows_the_tree_and_suggests_one() -> None:
     result = succeeded("layers", MODEL, *INPUT)
     assert "suggested: --layer 4" in result.stdout
