@@ -165,6 +165,16 @@ def test_the_verdict_says_what_is_wrong(parts) -> None:
     assert "Stable: no." in make_verdict(chance, explained).facts[0]
 
 
+@pytest.mark.parametrize(("lost", "around", "held"), [(0.6, 0.7, "12%"), (0.1, None, "90%")])
+def test_coverage_is_a_share(parts, lost: float, around: float | None, held: str) -> None:
+    record, explained, _ = parts
+    shares = {"on_zero_activations": lost, "around_the_layer": around}
+    explained = replace(explained, certificate=explained.certificate | shares)
+    assert any(
+        fact.startswith(f"Coverage: {held} of the evidence") for fact in make_verdict(record, explained).facts
+    )
+
+
 def test_the_verdict_names_concepts_that_count_against_the_class(parts) -> None:
     record, explained, _ = parts
     relevance = torch.tensor([[3.0, -2.0]]).repeat(len(explained), 1)

@@ -114,8 +114,9 @@ def _stability_facts(record: AuditRecord) -> list[str]:
 
 def _coverage_facts(certificate: dict[str, Any]) -> list[str]:
     share = certificate.get("share_of_score")
-    lost = (certificate.get("on_zero_activations") or 0.0) + (certificate.get("around_the_layer") or 0.0)
-    held = f"{1 - lost:.0%} of the evidence passes through the concepts"
+    lost, around = (certificate.get(name) or 0.0 for name in ("on_zero_activations", "around_the_layer"))
+    # Shares of different wholes: of what crosses the layer, and of what reaches the input.
+    held = f"{(1 - lost) * (1 - around):.0%} of the evidence passes through the concepts"
     if share is None:
         return [f"Coverage: {held}."]
     return [f"Coverage: {held}, and the maps add up to {share:.0%} of the model's score."]
