@@ -159,7 +159,7 @@ class BenchmarkSettings:
 
 
 def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = print) -> list[Record]:
-    """Learn, explain and evaluate; write OUT/tables.md, .csv and .json and OUT/figures.
+    """Learn, explain and evaluate; write OUT/tables.md, .csv and .json and OUT/figures, of all in the folder.
 
     Each class gets subspaces from its training images, or all get one common set: random ones, Max-Rel, PCA
     and PRCA for one subspace; random ones, DSA and DRSA for K. Their maps are evaluated on the validation
@@ -175,7 +175,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     Returns
     -------
     list of dict
-        One record for each method and class; those that there are, if time ran out.
+        One record for each method and class that is asked for; those that there are, if time ran out.
     """
     begin = time.monotonic()
     network = load_network(settings.model, settings.weights)
@@ -209,9 +209,10 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
         records = experiment.finished()
     if experiment.unreadable:
         say(f"{len(experiment.unreadable)} unreadable photographs skipped: {sorted(experiment.unreadable)}")
-    if records:
-        say(write_tables(records, settings.out, layer, settings.subspaces, settings.about()))
-        for file in draw_figures(records, settings.out, layer, settings.subspaces):
+    everything = experiment.finished()  # also what earlier runs into this folder were asked for
+    if everything:
+        say(write_tables(everything, settings.out, layer, settings.subspaces, settings.about()))
+        for file in draw_figures(everything, settings.out, layer, settings.subspaces):
             say(f"wrote {file}")
     say(f"{len(records)} evaluations after {time.monotonic() - begin:.0f} s")
     return records

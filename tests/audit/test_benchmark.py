@@ -202,6 +202,19 @@ def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> 
         run_benchmark(replace(settings, methods=("nonsense",)), lambda line: None)
 
 
+def test_tables_have_all_that_is_in_the_folder(settings: BenchmarkSettings) -> None:
+    settings = replace(settings, stages=("main",), methods=("drsa",))
+    run_benchmark(settings, lambda line: None)
+    records = run_benchmark(replace(settings, methods=("dsa",)), lambda line: None)
+    assert {record["method"] for record in records} == {"dsa"}
+    table = json.loads((settings.out / "summary.json").read_text())["tables"]["many"]
+    assert set(table["rows"]) == {"whole", "drsa", "dsa"}
+    assert set(table["differences"]) == {"dsa"}
+    run_benchmark(replace(settings, stages=("attribution",), attributions=("gxi",)), lambda line: None)
+    tables = json.loads((settings.out / "summary.json").read_text())["tables"]
+    assert set(tables) == {"many", "attribution"}
+
+
 def test_ablations_run_only_the_methods_that_are_asked_for(settings: BenchmarkSettings) -> None:
     some = replace(
         settings, stages=("main", "subspaces", "dims"), ks=(2, 3), dims=(1, 2), methods=("dsa", "pca")
