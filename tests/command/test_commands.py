@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision.models
 from drsa_audit import AuditSettings, audit, concepts
 from drsa_audit.audit_steps import load_explained
 from drsa_audit.auditing import command_of
+from drsa_audit.opening import ModelSettings, open_network
 from drsa_audit.record import AuditRecord
+from drsa_audit.session import find_concept_layer
 from drsa_core import Subspaces
 from drsa_core.evaluation import concept_ablation
 from PIL import Image
+from safetensors.torch import save_file
 
 from tests.model_state import model_state
 
@@ -63,6 +67,15 @@ def test_layers_shows_the_tree_and_suggests_one() -> None:
     assert as_json["layers"][0] == {
         "name": "0", "kind": "Conv2d", "shape": [8, SIZE, SIZE], "parameters": 3 * 8 * 9 + 8,
     }  # fmt: skip
+
+
+def test_layers_suggests_what_fit_takes(tmp_path) -> None:
+    model = torchvision.models.resnet18(weights=None)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    settings = ModelSettings(model="resnet18", weights=str(tmp_path / "weights.safetensors"), size=64)
+    chosen = find_concept_layer(open_network(settings), None, torch.zeros(1, 3, 64, 64)).name
+    words = ("layers", "resnet18", "--weights", tmp_path / "weights.safetensors", "--size", "64", "--json")
+    assert json.loads(succeeded(*words).stdout)["suggested"] == chosen == "layer4"
 
 
 def test_doctor_passes_and_fails(folders) -> None:

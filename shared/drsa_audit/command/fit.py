@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @options.target_option
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="the .safetensors file")
 @click.option(
-    "--work", type=click.Path(path_type=Path), help="folder for what is done  [default: OUT, but .drsa]"
+    "--work", type=click.Path(path_type=Path), help="folder for what is done  [default: OUT ending in .drsa]"
 )
 @options.layer_option
 @options.backend_options
