@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ OF_KNOWN = {
     "channels": "channels (CRP)",
 }
 TEMPLATE = "template.txt"
+#: What tells the records of a network apart.
+SAME = ("stage", "layer", "class", "method", "n_subspaces", "dims", "seed")
 HEAD = "<!-- Written by examples/reproduction.py from docs/results: change these, not this page. -->\n\n"
 
 
@@ -53,6 +56,10 @@ def summary_of(folders: list[Path], same_images: bool) -> dict[str, Any]:
     """One summary of one or more result folders of the same network; settings are those of the first."""
     about = json.loads((folders[0] / "settings.json").read_text())
     records = [record for folder in folders for record in read_folder(folder)]
+    # What two folders have would be averaged, though it may be of different settings.
+    counts = Counter(tuple(record[name] for name in SAME) for record in records)
+    if twice := [place for place, n in counts.items() if n > 1]:
+        raise SystemExit(f"more than one of the folders has {' '.join(map(str, twice[0]))}; give one of them")
     # Attribution methods in one step know no layer.
     of_layer = ("main", "gamma", "ablation", "stability")
     layer = next((record["layer"] for record in records if record["stage"] in of_layer), "")
@@ -165,6 +172,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.add:
         name, *folders = options.add
+        if not folders:
+            parser.error("--add needs a name and at least one result folder")
         summary = summary_of([Path(folder) for folder in folders], options.same_images)
         (options.docs / "results" / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
     folder, file = options.docs / "results", options.docs / "reproduction.md"
