@@ -32,6 +32,8 @@ from .opening import describe_preprocessing
 from .work import files_digest
 
 Record: TypeAlias = dict[str, Any]
+#: What tells the records of a folder apart.
+IDENTITY = ("stage", "layer", "class", "method", "n_subspaces", "dims", "seed")
 
 
 class OutOfTime(Exception):
@@ -235,8 +237,7 @@ class Experiment:
 
     def finished(self) -> list[Record]:
         """All records on disk."""
-        files = sorted((self.out / "results").rglob("*.json"))
-        return [record for file in files for record in json.loads(file.read_text())]
+        return read_records(self.out)
 
     def pairs(self, layer: str, backend: Backend, images: ClassImages) -> Pairs:
         """Activations and contexts of the training images of a class, or of all that are learned from."""
@@ -339,6 +340,15 @@ class Experiment:
                 f"{time.strftime('%H:%M:%S')} {stage} {layer} {images.name} {label(record)} seed {job.seed}: "
                 f"AUPC {aupc:.3f}; {record['explain_seconds']:.0f} s maps, {network:.0f} s flipping"
             )
+
+
+def read_records(out: Path) -> list[Record]:
+    """All records in a folder of results, each once: two runs of curves over d may share dimensions."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for file in sorted((out / "results").rglob("*.json")):
+        for record in json.loads(file.read_text()):
+            found.setdefault(tuple(record[name] for name in IDENTITY), record)
+    return list(found.values())
 
 
 def _digests(images: ClassImages) -> dict[str, str]:

@@ -215,6 +215,15 @@ def test_tables_have_all_that_is_in_the_folder(settings: BenchmarkSettings) -> N
     assert set(tables) == {"many", "attribution"}
 
 
+def test_dimensions_that_two_runs_share_count_once(settings: BenchmarkSettings) -> None:
+    settings = replace(settings, stages=("dims",), methods=("prca",))
+    run_benchmark(settings, lambda line: None)
+    run_benchmark(replace(settings, dims=(1, 4)), lambda line: None)
+    grid = json.loads((settings.out / "summary.json").read_text())["grids"]["dims"]
+    assert grid["places"] == ["1", "2", "4"]
+    assert grid["n_images"] == 4
+
+
 def test_ablations_run_only_the_methods_that_are_asked_for(settings: BenchmarkSettings) -> None:
     some = replace(
         settings, stages=("main", "subspaces", "dims"), ks=(2, 3), dims=(1, 2), methods=("dsa", "pca")
