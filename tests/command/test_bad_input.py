@@ -254,8 +254,8 @@ def test_images_that_were_learned_from_are_counted_among_the_test_images(folders
     shutil.copytree(folders[1] / "0_blobs", test)
     for name in ("00.png", "03.png"):
         shutil.copy(train / name, test / f"again_{name}")
-    words = ("audit", MODEL, *INPUT, "--train", train, "--target", "0", "--layer", "4", "--subspaces", "2")
-    words = (*words, "--no-stability", "--no-flipping", "--no-ablation", "--json", "--out")
+    words = ["audit", MODEL, *INPUT, "--train", train, "--target", "0", "--layer", "4", "--subspaces", "2"]
+    words += ["--no-stability", "--no-flipping", "--no-ablation", "--json", "--out"]
     found = json.loads(succeeded(*words, tmp_path / "mixed.html", "--test", test).stdout)
     (caution,) = [text for text in found["be_careful"] if "learned from: they say nothing" in text]
     assert caution.startswith("2 of 8 test images")
@@ -269,8 +269,8 @@ def test_another_class_without_a_readable_image_is_left_out(folders, tmp_path) -
     for file in (test / "2_noise").iterdir():
         file.write_bytes(b"not a picture")
     out = tmp_path / "report.html"
-    words = ("audit", MODEL, *INPUT, "--train", folders[0], "--test", test, "--target", "blobs", "--layer")
-    words = (*words, "4", "--subspaces", "2", "--no-stability", "--no-flipping", "--no-ablation", "--json")
+    words = ["audit", MODEL, *INPUT, "--train", folders[0], "--test", test, "--target", "blobs", "--layer"]
+    words += ["4", "--subspaces", "2", "--no-stability", "--no-flipping", "--no-ablation", "--json"]
     for _ in range(2):  # a second run finds it in the folder
         found = json.loads(succeeded(*words, "--out", out).stdout)
         assert "no image of noise can be read; the class is left out" in found["be_careful"]
