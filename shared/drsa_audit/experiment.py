@@ -191,6 +191,9 @@ class Experiment:
     ) -> list[Record]:
         """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D).
 
+        There is no concept layer here: LRP has one γ in all layers, where in the other stages `ConvNetGamma`
+        has γ = 0 above theirs.
+
         Parameters
         ----------
         kinds : sequence of str
