@@ -62,7 +62,7 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     reference = torch.tensor(record.train_relevance or relevance.tolist())
     unusual = outliers(relevance, reference)
     n_right = int((explained.rank == 1).sum())
-    name = record.target["name"]
+    name = _plain(record.target["name"])
     means = relevance.mean(0).tolist()
     listed = _listed(
         [
@@ -72,7 +72,7 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     )
     lead = (
         f"The model predicts “{name}” for {n_right} of {n_images} test images. "
-        f"Its evidence for that class splits into {len(of_concepts)} concepts: {listed}."
+        f"Its evidence for that class splits into {_counted(len(of_concepts), 'concept')}: {listed}."
     )
     first = [_of_group(group, n_images) for group in groups]
     return Verdict(
@@ -206,6 +206,11 @@ def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[C
             Caution("Taking concepts out of the network has another effect than their relevance says.")
         )
     return found
+
+
+def _counted(number: int, what: str) -> str:
+    """ "1 concept", "2 concepts"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _listed(items: list[str]) -> str:
