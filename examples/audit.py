@@ -26,6 +26,8 @@ def write_boxes(folder: Path, n_images: int, seed: int) -> None:
     """Pictures of boxes, half of them watermarked, which their names say: 0005_marked.png, 0010_plain.png."""
     images, labels, marked = planted.shapes(n_images, seed, watermarked=0.5)
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("[0-9]*_marked.png"), *folder.glob("[0-9]*_plain.png")):
+        old.unlink()  # of another seed, perhaps
     for n in (labels == planted.BOX).nonzero()[:, 0].tolist():
         pixels = (images[n] * 255).round().byte().permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(folder / f"{n:04d}_{'marked' if marked[n] else 'plain'}.png")

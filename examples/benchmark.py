@@ -6,9 +6,10 @@ Their maps are evaluated on the validation images by patch flipping (AUPC), tota
 peakness. Tables go to OUT/tables.md, .csv and .json, figures to OUT/figures.
 
     python examples/benchmark.py --data photographs --out bench
-    python examples/benchmark.py --data photographs --out bench --quick     # minutes, few images
+    python examples/benchmark.py --data photographs --out quick --quick     # minutes, few images
 
-A run that was interrupted goes on where it ended when it is started again with the same arguments.
+A run that was interrupted goes on where it ended when it is started again with the same arguments. Other
+methods and stages are added to the folder; settings that would change its numbers are refused.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ def thirds(folders: list[Path], part: int, limit: int) -> list[Path]:
     found = []
     for folder in folders:
         files = photo_files(folder)
-        found += files[:: -(-len(files) // limit)][part::3]
+        files = files[:: -(-len(files) // limit)]
+        if len(files) < 3:
+            raise SystemExit(f"{folder} must give three photographs, one for each part, got {len(files)}")
+        found += files[part::3]
     return found
 
 
@@ -90,7 +93,7 @@ def photographs(network: Network, options: argparse.Namespace) -> Photographs:
         is_carton = torch.zeros(len(learn), dtype=torch.bool)
     part = 1 if options.choose else 2
     # foolbox's photographs are never chosen on.
-    foolbox = [] if options.choose and options.photos else list(foolbox_files())[: options.limit]
+    foolbox = [] if options.choose else list(foolbox_files())[: options.limit]
     others = network.load(foolbox + thirds(options.photos, part, options.limit))
     folder = [options.cartons] if options.cartons else []
     cartons_left = network.load(thirds(folder, part, options.limit_cartons)) if folder else others[:0]
@@ -203,6 +206,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("carton"), help="folder for the figures")
     options = parser.parse_args()
+    if options.choose and not options.photos:
+        parser.error("--choose needs --photos: those of packages are reported on")
+    if min(options.limit, options.limit_cartons) < 1:
+        parser.error("--limit and --limit-cartons must be at least 1")
     options.out.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
 

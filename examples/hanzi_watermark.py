@@ -23,12 +23,18 @@ from torch import Tensor
 CARTON = 478
 
 
+def class_of(file: Path) -> int | None:
+    """The class with whose number the name of a photograph's folder begins (281_tabby), or else its own."""
+    number = re.match(r"(\d+)_", file.absolute().parent.name) or re.match(r"(\d+)_", file.name)
+    return None if number is None else int(number[1])
+
+
 def labelled_photos(
     network: Network, folder: Path | None = None, limit: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Photographs (N, 3, 224, 224) and ImageNet classes (N,): of a folder, or the 20 that foolbox carries.
 
-    The class is the number with which the name of the file or of its folder begins; −1 if there is none.
+    Classes are those of `class_of`; −1 where there is none.
     """
     if folder is None:
         files = list(foolbox_files())[:limit]
@@ -37,8 +43,8 @@ def labelled_photos(
         labels = [int(file.stem.split("_")[-1]) for file in files]
     else:
         files = photo_files(folder)[:limit]
-        begins = [re.match(r"\d{3}_", f.name) or re.match(r"\d{3}_", f.parent.name) for f in files]
-        labels = [-1 if begin is None else int(begin[0][:3]) for begin in begins]
+        found = [class_of(file) for file in files]
+        labels = [-1 if label is None else label for label in found]
     return torch.stack([network.to_input(Image.open(file)) for file in files]), torch.tensor(labels)
 
 
@@ -90,9 +96,11 @@ def main() -> None:
     for name, images in (("clean", x), ("watermarked", add_hanzi(network, x))):
         with torch.no_grad():
             output = torch.cat([network.model(batch) for batch in images.split(16)])
-        right = float((output.argmax(1) == labels)[labels >= 0].float().mean())
+        known = labels >= 0
+        right = (output.argmax(1) == labels)[known].float()
         rank = int(ranks(output, CARTON).median())
-        print(f"{name:<12} median rank of carton {rank}, top-1 {right:.3f} on {int((labels >= 0).sum())}")
+        top = f"top-1 {float(right.mean()):.3f} on {len(right)}" if len(right) else "no class is known"
+        print(f"{name:<12} median rank of carton {rank}, {top}")
     if options.figure:
         from matplotlib.figure import Figure
 

@@ -33,13 +33,15 @@ ANIMALS = {243: "bull mastiff", 251: "dalmatian", 22: "bald eagle", 99: "goose",
 
 
 def load_classes(network: Network, folder: Path, limit: int | None) -> tuple[Tensor, Tensor, dict[int, str]]:
-    """Photographs (N, 3, 224, 224), their classes (N,), and the names of the classes."""
+    """Photographs (N, 3, 224, 224), the outputs of their classes (N,), and the names of the classes."""
     found = class_folders(folder)
     if len(found) < 2:
         raise SystemExit(f"{folder} must hold at least two folders of photographs, one for each class")
+    outputs = [network.output_of(one.index) for one in found]
     images = [network.load(one.files[:limit]) for one in found]
-    labels = [torch.full((len(x),), one.index) for x, one in zip(images, found, strict=True)]
-    return torch.cat(images), torch.cat(labels), {one.index: one.label for one in found}
+    labels = [torch.full((len(x),), output) for x, output in zip(images, outputs, strict=True)]
+    names = {output: one.label for output, one in zip(outputs, found, strict=True)}
+    return torch.cat(images), torch.cat(labels), names
 
 
 def animals(network: Network, n_crops: int, seed: int) -> tuple[Tensor, Tensor, dict[int, str]]:
@@ -47,7 +49,9 @@ def animals(network: Network, n_crops: int, seed: int) -> tuple[Tensor, Tensor, 
     photos, labels = labelled_photos(network)
     chosen = [n for n, label in enumerate(labels.tolist()) if label in ANIMALS]
     images = [crops([photos[n : n + 1]], n_crops, seed + n) for n in chosen]
-    return torch.cat(images), labels[chosen].repeat_interleave(n_crops), ANIMALS
+    outputs = torch.tensor([network.output_of(int(labels[n])) for n in chosen])
+    names = {network.output_of(index): name for index, name in ANIMALS.items()}
+    return torch.cat(images), outputs.repeat_interleave(n_crops), names
 
 
 def data(

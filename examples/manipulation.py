@@ -310,6 +310,11 @@ def main() -> None:
         parser.error("--photos needs as many folders of --train, one for each class")
     if len(options.train or ()) > 1 and not options.photos:
         parser.error("--train of several classes needs --photos of them")
+    of_photographs = ("train", "photos", "targets", "weights", "upper_gamma")
+    ignored = [name for name in of_photographs if getattr(options, name) is not None]
+    if options.network == "planted" and ignored:
+        option = ignored[0].replace("_", "-")
+        parser.error(f"--network planted has its own images and rules, without --{option}")
     if options.batch is None:
         # A batch of second derivatives of a network for photographs takes gigabytes.
         options.batch = 64 if options.network == "planted" else 1

@@ -57,8 +57,9 @@ def summary(name: str, maps: Tensor, results: list[Manipulation]) -> None:
     scale = original.square().mean((1, 2))
     cells = []
     for values in (errors.to_original / scale, errors.to_target / scale):
-        spread = float(values.std() / len(values) ** 0.5) if len(values) > 1 else 0.0
-        cells.append(f"{float(values.mean()):.2f} ± {spread:.2f}")
+        # One image has no standard error.
+        spread = f" ± {float(values.std() / len(values) ** 0.5):.2f}" if len(values) > 1 else ""
+        cells.append(f"{float(values.mean()):.2f}{spread}")
     cells += [
         f"{float(v.mean()):.2f}" for v in (errors.correlation_to_original, errors.correlation_to_target)
     ]
@@ -79,7 +80,8 @@ def report(outcomes: list[Outcome], pool: int) -> None:
     summary("manipulated, residual of PRCA-1", after[:, 1], results)
     for d in outcomes[0].after_larger:
         summary(f"manipulated, PRCA-{d}", torch.cat([o.after_larger[d][:, 0] for o in outcomes]), results)
-    print("(errors are relative to the mean square of the original map; ± one standard error)\n")
+    spread = "; ± one standard error" if len(before) > 1 else ""
+    print(f"(errors are relative to the mean square of the original map{spread})\n")
 
     change = max(float(((o.result.image - o.photos).abs() / o.span).amax((1, 2, 3)).max()) for o in outcomes)
     probability = [

@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drsa_audit.experiment import IDENTITY, read_records
 from drsa_audit.summary import summarise_records
 from drsa_audit.tables import LEGENDS, TITLES, cell, difference, name_of, ordered, render
 from drsa_core.evaluation import summarise
@@ -43,16 +45,14 @@ TEMPLATE = "template.txt"
 HEAD = "<!-- Written by examples/reproduction.py from docs/results: change these, not this page. -->\n\n"
 
 
-def read_folder(folder: Path) -> list[dict[str, Any]]:
-    """All records of a result folder."""
-    files = sorted((folder / "results").rglob("*.json"))
-    return [record for file in files for record in json.loads(file.read_text())]
-
-
 def summary_of(folders: list[Path], same_images: bool) -> dict[str, Any]:
     """One summary of one or more result folders of the same network; settings are those of the first."""
     about = json.loads((folders[0] / "settings.json").read_text())
-    records = [record for folder in folders for record in read_folder(folder)]
+    records = [record for folder in folders for record in read_records(folder)]
+    # What two folders have would be averaged, though it may be of different settings.
+    counts = Counter(tuple(record[name] for name in IDENTITY) for record in records)
+    if twice := [place for place, n in counts.items() if n > 1]:
+        raise SystemExit(f"more than one of the folders has {' '.join(map(str, twice[0]))}; give one of them")
     # Attribution methods in one step know no layer.
     of_layer = ("main", "gamma", "ablation", "stability")
     layer = next((record["layer"] for record in records if record["stage"] in of_layer), "")
@@ -165,6 +165,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.add:
         name, *folders = options.add
+        if not folders:
+            parser.error("--add needs a name and at least one result folder")
         summary = summary_of([Path(folder) for folder in folders], options.same_images)
         (options.docs / "results" / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
     folder, file = options.docs / "results", options.docs / "reproduction.md"

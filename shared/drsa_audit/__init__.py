@@ -2,16 +2,17 @@
 
 In the order of the data flow: `networks` (a network by name, with preprocessing and rules; `weights` says
 where models come from, `published` how photographs become inputs), `images` (folders of photographs;
-`photographs` that come with packages), `backends` (LRP, Gradient × Input, Integrated Gradients, Shapley
-values behind one interface).
+`package_photos` has those that come with packages), `backends` (LRP, Gradient × Input, Integrated Gradients,
+Shapley values behind one interface).
 
 For the paper's tables: `jobs` (what is fitted, and what is read from it), `experiment` (collects, fits,
-explains and evaluates; an interrupted run goes on), `results`, `tables`, `figures`, and `benchmark`.
+explains and evaluates; an interrupted run goes on), `checks` (ablation, stability, γ), `results`, `summary`,
+`tables`, `figures`, and `benchmark`.
 
-For an audit: `opening` and `folders` (model, class and files from what a user names), `layers` and `choice`
-(where and how to explain), `session`, `concepts` and `audit_steps` (what is done), `work` (what is kept),
-`findings`, `record` and `report` (what it says), `auditing`, `fitting` and `many` (all of it in one call),
-`command`.
+For an audit: `opening` and `folders` (model, class and files from what a user names), `layers` and
+`backend_choice` (where and how to explain), `session`, `concepts`, `audit_steps` and `explaining` (what is
+done), `work` (what is kept), `findings`, `record` and `report` (what it says), `auditing`, `fitting` and
+`many` (all of it in one call), `command`.
 
 Names are loaded when they are used: the command can then say what is not installed, and starts fast.
 """

@@ -160,6 +160,11 @@ def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     subspaces.save(work.folder / SUBSPACES)
     if test.doubt:
         progress.note(test.doubt)
+    if known := _n_known(training.files.own, test.own):
+        progress.note(
+            f"{known} of {len(test.own)} test images are among those that the concepts were learned from: "
+            "they say nothing about new images"
+        )
     on_test = {**key, "test": files_digest(test.own), "names": [file.name for file in test.own]}
     folder = work.place("explained", on_test)
     explained = explain(session, test.own, subspaces, folder, forward)
@@ -204,7 +209,7 @@ def named(subspaces: Subspaces, names: dict[str, str] | list[str] | None) -> Sub
 
 def command_of(settings: AuditSettings) -> str:
     """The command that makes the report again, with absolute paths."""
-    words = ["drsa", "audit", settings.name if isinstance(settings.model, str) else "module:factory"]
+    words = ["drsa", "audit", _model_word(settings)]
     for field in fields(AuditSettings):
         value = getattr(settings, field.name)
         if field.name in ("model", "names") or value == field.default:
@@ -212,13 +217,23 @@ def command_of(settings: AuditSettings) -> str:
         option = _OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-"))
-        elif isinstance(value, Path):
+        elif isinstance(value, Path) or field.name == "weights":
             words += [option, os.path.abspath(value)]
         elif isinstance(value, list | tuple):
             words += [option, ",".join(map(str, value))]
         else:
             words += [option, str(value)]
     return shlex.join(words)
+
+
+def _model_word(settings: AuditSettings) -> str:
+    """How the command names the model."""
+    if not isinstance(settings.model, str):
+        return "module:factory"
+    place, colon, factory = settings.model.rpartition(":")
+    if place.endswith(".py"):
+        return f"{os.path.abspath(place)}{colon}{factory}"
+    return os.path.abspath(settings.model) if settings.model.endswith(".safetensors") else settings.model
 
 
 def _record(
@@ -260,6 +275,12 @@ def _record(
     )
 
 
+def _n_known(train: list[Path], test: list[Path]) -> int:
+    """How many test images have the content of one that is learned from, under whatever name."""
+    known = {files_digest([file]) for file in train}
+    return sum(files_digest([file]) in known for file in test)
+
+
 def _ablation(
     training: Training, explained: Explained, subspaces: Subspaces, pairs: Pairs, key: dict[str, Any]
 ) -> Any:
@@ -284,10 +305,13 @@ def _others(
     chosen = {name: test.others[name][:each] for name in names[:MAX_OTHERS]}
 
     def relevance(name: str) -> Any:
-        inputs, _, _ = session.read(chosen[name])
+        try:
+            inputs, _, _ = session.read(chosen[name])
+        except BadInput:
+            return []  # no image of it can be read
         return relevance_of(session, inputs, subspaces, f"images of {name}", training.forward).tolist()
 
-    return {
+    found = {
         name: training.work.remembered(
             "relevance-class",
             {**key, "class": name, "files": files_digest(files)},
@@ -295,6 +319,10 @@ def _others(
         )
         for name, files in chosen.items()
     }
+    for name, values in found.items():
+        if not values:
+            session.progress.note(f"no image of {name} can be read; the class is left out")
+    return found
 
 
 def _settings(settings: AuditSettings, session: Session) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -85,6 +86,29 @@ def make_backend(
     return Captum(network, layer, name, number, channel_dim, strict)
 
 
+@contextmanager
+def repeatable(seed: int = 0) -> Iterator[None]:
+    """Samplers of Captum, which draw from the global generator, draw the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+class _SeededBatches:
+    """Batches that each have a seed of their own, also where those before are not computed again."""
+
+    def __init__(self, batches: list[Tensor], seed: int) -> None:
+        self.batches, self.seed = batches, seed
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number, batch in enumerate(self.batches):
+            torch.manual_seed(self.seed + number)
+            yield batch
+
+
 def relevance_at(target: Target) -> Callable[[Tensor], Tensor]:
     """Zennit's `attr_output` for a target: relevance starts as the output itself (Note A).
 
@@ -154,9 +178,9 @@ class Captum:
         self, batches: list[Tensor], target: int, positions: int, seed: int, store: PairStore
     ) -> Pairs:
         """As in `Backend`."""
-        with torch.random.fork_rng(devices=[]):  # Captum's samplers draw from the global generator
-            torch.manual_seed(seed)
-            return self.explainer(None).collect(batches, target, positions, seed, store=store)
+        with repeatable(seed):
+            seeded = _SeededBatches(batches, seed)
+            return self.explainer(None).collect(seeded, target, positions, seed, store=store)
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
@@ -225,6 +249,5 @@ class Captum:
 
     def _repeatable(self, work: Callable[[], _T]) -> _T:
         """Every call meets the same permutations."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with repeatable():
             return work()

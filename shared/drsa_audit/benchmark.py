@@ -159,7 +159,7 @@ class BenchmarkSettings:
 
 
 def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = print) -> list[Record]:
-    """Learn, explain and evaluate; write OUT/tables.md, .csv and .json and OUT/figures.
+    """Learn, explain and evaluate; write OUT/tables.md, .csv and .json and OUT/figures, of all in the folder.
 
     Each class gets subspaces from its training images, or all get one common set: random ones, Max-Rel, PCA
     and PRCA for one subspace; random ones, DSA and DRSA for K. Their maps are evaluated on the validation
@@ -175,7 +175,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     Returns
     -------
     list of dict
-        One record for each method and class; those that there are, if time ran out.
+        One record for each method and class that is asked for; those that there are, if time ran out.
     """
     begin = time.monotonic()
     network = load_network(settings.model, settings.weights)
@@ -198,6 +198,7 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
     )
     # A class that is learned from and evaluated has both kinds of photographs.
     all_images = {c.name: c for c in (*learned_from, *classes)}.values()
+    experiment.check_network()
     experiment.check_photographs(list(all_images))
     counts = ", ".join(f"{c.name} ({len(c.train)} + {len(c.val)})" for c in all_images)
     say(f"{settings.model}, {layer}, {settings.backend}; training + validation images: {counts}")
@@ -208,9 +209,10 @@ def run_benchmark(settings: BenchmarkSettings, say: Callable[[str], None] = prin
         records = experiment.finished()
     if experiment.unreadable:
         say(f"{len(experiment.unreadable)} unreadable photographs skipped: {sorted(experiment.unreadable)}")
-    if records:
-        say(write_tables(records, settings.out, layer, settings.subspaces, settings.about()))
-        for file in draw_figures(records, settings.out, layer, settings.subspaces):
+    everything = experiment.finished()  # also what earlier runs into this folder were asked for
+    if everything:
+        say(write_tables(everything, settings.out, layer, settings.subspaces, settings.about()))
+        for file in draw_figures(everything, settings.out, layer, settings.subspaces):
             say(f"wrote {file}")
     say(f"{len(records)} evaluations after {time.monotonic() - begin:.0f} s")
     return records
@@ -255,7 +257,8 @@ def _run_stages(
             backend = make_backend(settings.backend, rules, where, settings.samples)
             records += experiment.run(stage, where, backend, classes if stage == "main" else fewer, jobs)
     if "attribution" in settings.stages:
-        records += experiment.run_attributions(settings.attributions, classes, settings.samples)
+        rules = _rules(settings, network, layer)
+        records += experiment.run_attributions(settings.attributions, classes, settings.samples, rules)
     backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
     concepts = [job for job in _main_jobs(settings) if of_concepts(job).dims is None]
     if "ablation" in settings.stages:
@@ -264,7 +267,7 @@ def _run_stages(
         learned = [job for job in concepts if job.readings[0].method in (*LEARNED, *LINES)]
         records += check_stability(experiment, layer, backend, classes, learned, settings.seed)
     if GAMMA_STAGE in settings.stages:
-        records += compare_gammas(experiment, layer, fewer, settings.gammas)
+        records += compare_gammas(experiment, layer, fewer, settings.gammas, settings.upper_gamma)
     return records
 
 

@@ -11,11 +11,11 @@ from drsa_core import Pairs, Subspaces
 from drsa_core.evaluation import compare_ablations
 from drsa_core.solvers.agreement import match
 
-from .backends import Backend, make_backend
+from .backends import Backend, make_backend, repeatable
 from .experiment import Experiment, Record, write_json
 from .images import ClassImages
 from .jobs import Job, learned_job, of_concepts
-from .networks import with_gamma
+from .networks import with_gamma, with_upper_gamma
 
 #: Times that the training images are halved.
 N_SPLITS = 2
@@ -40,7 +40,8 @@ def check_by_ablation(
                 _grouped(experiment.subspaces(layer, backend, images, job), of_concepts(job).groups)
                 for job in missing
             ]
-            results = compare_ablations(backend.explainer(None), inputs, target, found)
+            with repeatable():
+                results = compare_ablations(backend.explainer(None), inputs, target, found)
             for job, result in zip(missing, results, strict=True):
                 about = _about("ablation", layer, images, job) | {"files": names}
                 values = {"relevance": result.relevance.tolist(), "drop": result.drop.tolist()}
@@ -81,12 +82,22 @@ def check_stability(
 
 
 def compare_gammas(
-    experiment: Experiment, layer: str, classes: Sequence[ClassImages], gammas: Sequence[float]
+    experiment: Experiment,
+    layer: str,
+    classes: Sequence[ClassImages],
+    gammas: Sequence[float],
+    upper_gamma: float | None = None,
 ) -> list[Record]:
-    """Patch flipping of standard maps for each γ, on training images: as many as there are to validate."""
+    """Patch flipping of standard maps for each γ, on training images: as many as there are to validate.
+
+    `upper_gamma` is the γ above the layer, if it is another than that of the network's rules.
+    """
     records: list[Record] = []
     for gamma in gammas:
-        backend = make_backend("lrp", with_gamma(experiment.network, gamma), layer)
+        network = with_gamma(experiment.network, gamma)
+        if upper_gamma is not None:
+            network = with_upper_gamma(network, layer, upper_gamma)
+        backend = make_backend("lrp", network, layer)
         for images in classes:
             file = experiment.out / "results" / "gamma" / layer / images.name / f"{gamma:g}.json"
             if not file.exists():

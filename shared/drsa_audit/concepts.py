@@ -17,6 +17,7 @@ from drsa_core.solvers.repeated import Repeated
 from drsa_core.solvers.stability import FEWEST_IMAGES, number_of_fits
 from torch import Tensor
 
+from .backends import repeatable
 from .errors import BadInput
 from .session import Session
 
@@ -128,7 +129,8 @@ def take_out(session: Session, inputs: Tensor, subspaces: Subspaces, pairs: Pair
     """
     target, size = session.target.output, session.batch_size
     explainer = session.backend.explainer(subspaces)
-    found = concept_ablation(explainer, inputs, target, batch_size=size)
+    with repeatable():
+        found = concept_ablation(explainer, inputs, target, batch_size=size)
     others: dict[str, float | None] = {}
     if pairs is not None and session.choice.backend in ("lrp", "gxi"):
         for name, find in OTHERS.items():

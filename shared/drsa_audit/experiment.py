@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core import Pairs, PairStore, Subspaces
+from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
@@ -27,9 +28,12 @@ from .backends import Backend, make_backend
 from .images import ClassImages, load_images
 from .jobs import Job, Reading
 from .networks import Network
+from .opening import describe_preprocessing
 from .work import files_digest
 
 Record: TypeAlias = dict[str, Any]
+#: What tells the records of a folder apart.
+IDENTITY = ("stage", "layer", "class", "method", "n_subspaces", "dims", "seed")
 
 
 class OutOfTime(Exception):
@@ -95,11 +99,37 @@ class Experiment:
         begun = out / "settings.json"
         if begun.exists():
             before = json.loads(begun.read_text())
-            other = sorted(key for key in settings if before.get(key) != settings[key])
+            # A setting may be named in one of the two only, where its default goes without saying.
+            other = sorted(key for key in {*before, *settings} if before.get(key) != settings.get(key))
             if other:
-                changes = ", ".join(f"{key}: {before.get(key)} → {settings[key]}" for key in other)
+                changes = ", ".join(f"{key}: {before.get(key)} → {settings.get(key)}" for key in other)
                 raise ValueError(f"{out} was begun with other settings ({changes}); choose another folder")
         write_json(begun, settings)
+
+    def check_network(self) -> None:
+        """Refuse to go on with another network, or other inputs to it, than those that the results are of.
+
+        The settings hold names alone: a file of weights may have been written anew. A folder from before the
+        network was noted goes on with that of now.
+        """
+        file = self.out / "network.json"
+        here = {
+            "fingerprint": model_fingerprint(self.network.model),
+            "preprocessing": describe_preprocessing(self.network),
+        }
+        if file.exists():
+            before = json.loads(file.read_text())
+            other = [key for key in here if before.get(key) != here[key]]
+            if other:
+                raise ValueError(
+                    f"the results in {self.out} are of another network, by its {' and '.join(other)}; put "
+                    "that of before back, or choose another folder for the results"
+                )
+        elif (self.out / "results").exists():
+            self.say(
+                f"{self.out} does not say of which network its results are; it is taken to be that of now"
+            )
+        write_json(file, here)
 
     def check_photographs(self, classes: Sequence[ClassImages]) -> None:
         """Refuse to go on with other photographs of a class than those that its results are of.
@@ -153,9 +183,16 @@ class Experiment:
         return records
 
     def run_attributions(
-        self, kinds: Sequence[str], classes: Sequence[ClassImages], samples: int | None = None
+        self,
+        kinds: Sequence[str],
+        classes: Sequence[ClassImages],
+        samples: int | None = None,
+        rules: Network | None = None,
     ) -> list[Record]:
         """Records of standard explanations in one step; Shapley values for a tenth of the images (Note D).
+
+        There is no concept layer here: LRP has one γ in all layers, where in the other stages `ConvNetGamma`
+        has γ = 0 above theirs.
 
         Parameters
         ----------
@@ -164,6 +201,8 @@ class Experiment:
         classes : sequence of ClassImages
         samples : int, optional
             Permutations of "shapley" and steps of "ig".
+        rules : Network, optional
+            The network with other LRP rules.
         """
         records: list[Record] = []
         for kind in kinds:
@@ -171,11 +210,11 @@ class Experiment:
                 file = self.out / "results" / "attribution" / images.name / f"{kind}.json"
                 if not file.exists():
                     self.check_time()
-                    write_json(file, [self._attribute(kind, images, samples)])
+                    write_json(file, [self._attribute(kind, images, samples, rules or self.network)])
                 records += json.loads(file.read_text())
         return records
 
-    def _attribute(self, kind: str, images: ClassImages, samples: int | None) -> Record:
+    def _attribute(self, kind: str, images: ClassImages, samples: int | None, rules: Network) -> Record:
         inputs, names = self.inputs(images.val)
         if kind == "shapley":
             names = names[: max(1, len(names) // 10)]
@@ -185,7 +224,7 @@ class Experiment:
         if kind == "noise":
             maps = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(images.index))
         else:
-            backend = make_backend(kind, self.network, "", samples)
+            backend = make_backend(kind, rules, "", samples)
             maps = torch.cat([backend.attribute(x, target) for x in inputs.split(self.batch_size)])
         seconds = time.perf_counter() - begin
         scores = self.evaluate(inputs, maps[:, None].float(), target)
@@ -201,8 +240,7 @@ class Experiment:
 
     def finished(self) -> list[Record]:
         """All records on disk."""
-        files = sorted((self.out / "results").rglob("*.json"))
-        return [record for file in files for record in json.loads(file.read_text())]
+        return read_records(self.out)
 
     def pairs(self, layer: str, backend: Backend, images: ClassImages) -> Pairs:
         """Activations and contexts of the training images of a class, or of all that are learned from."""
@@ -307,10 +345,22 @@ class Experiment:
             )
 
 
+def read_records(out: Path) -> list[Record]:
+    """All records in a folder of results, each once: two runs of curves over d may share dimensions."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for file in sorted((out / "results").rglob("*.json")):
+        for record in json.loads(file.read_text()):
+            found.setdefault(tuple(record[name] for name in IDENTITY), record)
+    return list(found.values())
+
+
 def _digests(images: ClassImages) -> dict[str, str]:
     """Digest of the content of each photograph, by part, folder and name."""
     parts = [("train", file) for file in images.train] + [("val", file) for file in images.val]
-    return {f"{part}/{file.parent.name}/{file.name}": files_digest([file]) for part, file in parts}
+    by_name: dict[str, list[Path]] = defaultdict(list)  # folders inside of a class may share their names
+    for part, file in parts:
+        by_name[f"{part}/{file.parent.name}/{file.name}"].append(file)
+    return {name: files_digest(files) for name, files in by_name.items()}
 
 
 def _some(names: Sequence[str]) -> str:

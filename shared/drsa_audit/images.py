@@ -56,8 +56,13 @@ class ClassImages:
 
 
 def photo_files(folder: Path) -> list[Path]:
-    """The photographs in a folder and in the folders in it, in order."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    """The photographs in a folder and in the folders in it, in order; hidden ones are copies of editors."""
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in SUFFIXES
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
     if not files:
         raise ValueError(f"no photographs ({', '.join(SUFFIXES)}) in {folder}")
     return files
@@ -73,7 +78,7 @@ def class_folders(folder: Path, wanted: Sequence[str] | None = None) -> list[Cla
         Indices or folder names; default all.
     """
     found, known = [], set()
-    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+    for path in sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."):
         number = path.name.split("_")[0]
         if not number.isdigit():
             raise ValueError(f"{path} must begin with the index of its class, as in 281_tabby")

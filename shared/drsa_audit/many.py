@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from zennit_drsa import DisentangledAttributor
 
 from .audit_steps import PASSES, forward_seconds
-from .backends import Backend
+from .backends import Backend, repeatable
 from .concepts import AUTO
 from .errors import BadInput, one_line, one_writer
 from .fitting import FitSettings, metadata_of
@@ -129,6 +129,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
         with (
             progress.step("classes", f"{what}; pairs", estimate),
             one_writer(),
+            repeatable(settings.seed + ranks.rank),
             _entered(session.backend) as explainer,
         ):
             index = fit_many(

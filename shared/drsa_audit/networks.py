@@ -11,6 +11,7 @@ import torch
 from drsa_core.evaluation import Preprocessing
 from PIL import Image
 from torch import Tensor, nn
+from zennit.canonizers import Canonizer
 from zennit.composites import EpsilonGammaBox, EpsilonPlus, MixedComposite, NameMapComposite
 from zennit.core import Composite
 from zennit.rules import Epsilon, Gamma
@@ -178,11 +179,19 @@ def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
     if not below:
         raise ValueError(f"there is no layer {layer!r} in this network")
     above = [n for n in names[below[-1] + 1 :] if isinstance(network.model.get_submodule(n), nn.Conv2d)]
+    if not above:
+        raise ValueError(f"there is no convolution above {layer!r}, of which γ could be another")
+    rules = network.composite
 
     def composite(layer: str | None) -> Composite:
         rule = Gamma(gamma) if gamma else Epsilon(1e-6)
+        below = rules(None)
+        if isinstance(rules, SuitableRules) and _is_torchvision_resnet(network.model):
+            # Without a layer these networks get Zennit's rules for ResNets, which have no γ.
+            box = _pixel_bounds(rules.mean, rules.std)
+            below = EpsilonGammaBox(*box, gamma=rules.gamma, canonizers=[_resnet_canonizer()])
         # The first composite that knows a module decides.
-        return MixedComposite([NameMapComposite([(above, rule)]), network.composite(None)])
+        return MixedComposite([NameMapComposite([(above, rule)]), below])
 
     return replace(network, composite=composite)
 
@@ -270,18 +279,13 @@ def suitable_composite(
     gamma : float
         γ of convolutions below the layer, for networks that have no rules of their own in the paper.
     """
-    low, high = (
-        torch.tensor([(pixel - m) / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
-        for pixel in (0.0, 1.0)
-    )
+    low, high = _pixel_bounds(mean, std)
     if _is_nfnet(model):
         return NFNetGamma(low=low, high=high, gamma=0.1, layer=layer)
     if layer is not None and _has_convnet_rules(model):
         return ConvNetGamma(gamma, low=low, high=high, layer=layer)
     if _is_torchvision_resnet(model):
-        from zennit.torchvision import ResNetCanonizer
-
-        return EpsilonPlus(canonizers=[ResNetCanonizer()])
+        return EpsilonPlus(canonizers=[_resnet_canonizer()])
     for canonizer in (TimmCanonizer, TorchvisionCanonizer):
         if canonizer.suits(model):
             return EpsilonGammaBox(low, high, gamma=gamma, canonizers=[canonizer()])
@@ -293,6 +297,21 @@ def suitable_composite(
         f"no LRP rules are known for {type(model).__name__}: take another backend (ig, gxi, shapley), or a "
         "factory that returns a Network with a composite of its own; zennit_drsa.doctor says what is missing"
     )
+
+
+def _pixel_bounds(mean: Sequence[float], std: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """What black and white are in the inputs, shapes (1, 3, 1, 1)."""
+    low, high = (
+        torch.tensor([(pixel - m) / s for m, s in zip(mean, std, strict=True)]).view(1, -1, 1, 1)
+        for pixel in (0.0, 1.0)
+    )
+    return low, high
+
+
+def _resnet_canonizer() -> Canonizer:
+    from zennit.torchvision import ResNetCanonizer
+
+    return ResNetCanonizer()
 
 
 def _has_convnet_rules(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from .images import as_rgb
 
@@ -50,7 +50,7 @@ def find_photo(name: str) -> Image.Image:
     if not Path(name).is_file():
         raise ValueError(f"{name!r} is neither a file nor a photograph of a package: {', '.join(photos)}")
     with Image.open(name) as image:
-        return as_rgb(image)
+        return as_rgb(ImageOps.exif_transpose(image))
 
 
 def random_crops(photo: Image.Image, n_crops: int, seed: int = 0) -> list[Image.Image]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ pytest.importorskip("captum")
 pytest.importorskip("zennit")
 from captum.attr import IntegratedGradients
 from drsa_audit import Evaluation, Experiment, Network, find_classes, make_backend, relevance_at
+from drsa_audit.checks import check_by_ablation
+from drsa_audit.concepts import take_out
 from drsa_audit.jobs import learned_job
 from drsa_core import Pairs, PairStore, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
@@ -86,6 +90,31 @@ def test_pairs_and_maps(tmp_path, network, name: str) -> None:
     again = backend.explain(batches[0], 1, subspaces)
     assert torch.equal(again, maps)  # also of methods that sample
     assert torch.equal(backend.collect(batches, 1, 5, 0, PairStore(tmp_path / "other")).c, pairs.c)
+
+
+def test_shapley_contexts_of_a_collection_that_goes_on_are_the_same(tmp_path, network) -> None:
+    backend, batches = make_backend("shapley", network, "1", 2), list(images(6).split(2))
+    whole = backend.collect(batches, 1, 5, 0, PairStore(tmp_path / "whole"))
+    backend.collect(batches[:1], 1, 5, 0, PairStore(tmp_path / "parts"))  # interrupted
+    again = backend.collect(batches, 1, 5, 0, PairStore(tmp_path / "parts"))
+    assert torch.equal(whole.c, again.c)
+    other = backend.collect(batches, 1, 5, 7, PairStore(tmp_path / "seed"))
+    assert not torch.equal(whole.c.sort(0).values, other.c.sort(0).values)
+
+
+def test_shapley_ablations_are_the_same_in_every_run(tmp_path, network) -> None:
+    classes = find_classes(random_photos(tmp_path / "data", ["001_a"], 2, 2))
+    backend, job = make_backend("shapley", network, "1", 2), learned_job("drsa", 2, 0)
+    found = []
+    for run in range(2):
+        experiment = Experiment(network, tmp_path / f"out{run}", {}, Evaluation(), say=lambda line: None)
+        (record,) = check_by_ablation(experiment, "1", backend, classes, [job])
+        found.append(record["relevance"])
+    assert found[0] == found[1]
+    subspaces = experiment.subspaces("1", backend, classes[0], job)
+    session: Any = SimpleNamespace(target=SimpleNamespace(output=1), batch_size=2, backend=backend)
+    one, two = (take_out(session, images(4), subspaces, None) for _ in range(2))
+    assert one == two
 
 
 def test_wrong_names_and_numbers_are_refused(network) -> None:

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from drsa_audit.networks import SuitableRules
 from drsa_audit.summary import summarise_records
 from drsa_core import PRCA, Pairs, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
+from safetensors.torch import save_file
 from zennit.composites import EpsilonPlus
 
 from .photos import random_photos
@@ -86,6 +88,20 @@ def test_all_stages_and_what_a_second_run_does(settings: BenchmarkSettings) -> N
         run_benchmark(replace(settings, samples=3), lambda line: None)
 
 
+@pytest.mark.parametrize(
+    ("begun_with", "change"),
+    [({"gamma": 1.0}, "gamma: 1.0 → None"), ({"concepts": "common"}, "concepts: common → None")],
+)
+def test_a_setting_that_is_dropped_is_refused(
+    settings: BenchmarkSettings, begun_with: dict[str, Any], change: str
+) -> None:
+    some = replace(settings, model=f"{__name__}:network_with_gamma", backend="lrp", samples=None)
+    some = replace(some, stages=("main",), methods=("prca",))
+    run_benchmark(replace(some, **begun_with), lambda line: None)
+    with pytest.raises(ValueError, match=rf"begun with other settings \({change}"):
+        run_benchmark(some, lambda line: None)
+
+
 def test_other_photographs_are_refused(settings: BenchmarkSettings) -> None:
     settings = replace(settings, stages=("main",), methods=("prca",))
     before = run_benchmark(settings, lambda line: None)
@@ -103,6 +119,41 @@ def test_other_photographs_are_refused(settings: BenchmarkSettings) -> None:
     # Another folder takes what is there.
     photo.write_bytes(kept + b"more")
     assert run_benchmark(replace(settings, out=settings.out.parent / "new"), lambda line: None)
+
+
+def test_photographs_of_one_name_in_two_folders_are_told_apart(settings: BenchmarkSettings) -> None:
+    photo = settings.data / "val" / "003_b" / "00.png"
+    places = [settings.data / "val" / "003_b" / folder / "inner" / "00.png" for folder in ("one", "two")]
+    for place in places:
+        place.parent.mkdir(parents=True)
+        place.write_bytes(photo.read_bytes())
+    settings = replace(settings, stages=("main",), methods=("prca",))
+    run_benchmark(settings, lambda line: None)
+    for place in places:
+        place.write_bytes((settings.data / "val" / "003_b" / "01.png").read_bytes())
+        with pytest.raises(ValueError, match=r"changed: val/inner/00.png"):
+            run_benchmark(settings, lambda line: None)
+        place.write_bytes(photo.read_bytes())
+
+
+def test_another_network_under_the_same_name_is_refused(settings: BenchmarkSettings) -> None:
+    weights = settings.out.parent / "weights.safetensors"
+    state = small_network().model.state_dict()
+    save_file(state, weights)
+    settings = replace(settings, weights=weights, stages=("main",), methods=("prca",))
+    before = run_benchmark(settings, lambda line: None)
+    save_file({name: 2 * value for name, value in state.items()}, weights)  # trained on, say
+    with pytest.raises(ValueError, match=r"are of another network, by its fingerprint;"):
+        run_benchmark(settings, lambda line: None)
+    save_file(state, weights)
+    # A folder from before the network was noted.
+    (settings.out / "network.json").unlink()
+    said: list[str] = []
+    assert run_benchmark(settings, said.append) == before
+    assert sum("does not say of which network" in line for line in said) == 1
+    said.clear()
+    assert run_benchmark(settings, said.append) == before
+    assert not any("does not say" in line for line in said)
 
 
 def test_folders_from_before_photographs_were_noted_go_on(settings: BenchmarkSettings) -> None:
@@ -151,6 +202,28 @@ def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> 
         run_benchmark(replace(settings, methods=("nonsense",)), lambda line: None)
 
 
+def test_tables_have_all_that_is_in_the_folder(settings: BenchmarkSettings) -> None:
+    settings = replace(settings, stages=("main",), methods=("drsa",))
+    run_benchmark(settings, lambda line: None)
+    records = run_benchmark(replace(settings, methods=("dsa",)), lambda line: None)
+    assert {record["method"] for record in records} == {"dsa"}
+    table = json.loads((settings.out / "summary.json").read_text())["tables"]["many"]
+    assert set(table["rows"]) == {"whole", "drsa", "dsa"}
+    assert set(table["differences"]) == {"dsa"}
+    run_benchmark(replace(settings, stages=("attribution",), attributions=("gxi",)), lambda line: None)
+    tables = json.loads((settings.out / "summary.json").read_text())["tables"]
+    assert set(tables) == {"many", "attribution"}
+
+
+def test_dimensions_that_two_runs_share_count_once(settings: BenchmarkSettings) -> None:
+    settings = replace(settings, stages=("dims",), methods=("prca",))
+    run_benchmark(settings, lambda line: None)
+    run_benchmark(replace(settings, dims=(1, 4)), lambda line: None)
+    grid = json.loads((settings.out / "summary.json").read_text())["grids"]["dims"]
+    assert grid["places"] == ["1", "2", "4"]
+    assert grid["n_images"] == 4
+
+
 def test_ablations_run_only_the_methods_that_are_asked_for(settings: BenchmarkSettings) -> None:
     some = replace(
         settings, stages=("main", "subspaces", "dims"), ks=(2, 3), dims=(1, 2), methods=("dsa", "pca")
@@ -194,6 +267,21 @@ def test_gamma_is_compared_on_training_images(settings: BenchmarkSettings) -> No
     assert [r["peakness"] for r in found] == [r["peakness"] for r in records]
     chosen = replace(one, out=settings.out.parent / "other", gamma=1.0, gammas=(0.0,))
     assert run_benchmark(chosen, lambda line: None)[0]["peakness"] == records[0]["peakness"]
+
+
+def test_upper_gamma_counts_in_every_stage(settings: BenchmarkSettings) -> None:
+    factory = f"{__name__}:network_with_gamma"
+    usual = replace(settings, model=factory, backend="lrp", samples=None, methods=("drsa",))
+    usual = replace(usual, stages=("main", "attribution", "gamma"), attributions=("lrp",), gammas=(0.25,))
+    other = replace(usual, out=settings.out.parent / "other", upper_gamma=1.0)
+    before, after = (run_benchmark(one, lambda line: None) for one in (usual, other))
+    for one, two in zip(before, after, strict=True):
+        assert (one["stage"], one["method"]) == (two["stage"], two["method"])
+        assert one["peakness"] != two["peakness"]
+    # One step or all concepts together: the same rules, the same maps.
+    whole, lrp = ([r for r in after if r["method"] == name] for name in ("whole", "lrp"))
+    for one, two in zip(whole, lrp, strict=True):
+        assert one["peakness"] == pytest.approx(two["peakness"], rel=1e-3)
 
 
 def test_time_that_is_over_leaves_what_there_is(settings: BenchmarkSettings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import zlib
 
@@ -52,6 +53,16 @@ def test_a_folder_of_classes_without_train_and_val(tmp_path) -> None:
     assert len(photo_files(data)) == 4  # also in the folders in it
     with pytest.raises(ValueError, match=r"no photographs \(.*\.jpg.*\) in"):
         photo_files(tmp_path / "nothing")
+
+
+def test_hidden_files_and_folders_are_no_photographs(tmp_path) -> None:
+    data = random_photos(tmp_path / ".cache" / "data", ["281_tabby"], 2, 1) / "train"
+    for place in (data, data / "281_tabby"):
+        (place / ".ipynb_checkpoints").mkdir()
+        shutil.copy(data / "281_tabby" / "00.png", place / ".ipynb_checkpoints" / "00-checkpoint.png")
+    (data / "281_tabby" / "._00.png").write_bytes(b"what a file system notes beside a file")
+    assert [file.name for file in photo_files(data)] == ["00.png", "01.png"]
+    assert [one.name for one in class_folders(data)] == ["281_tabby"]
 
 
 def test_photographs_of_packages_have_names() -> None:
@@ -117,6 +128,14 @@ def test_sixteen_bits_of_a_single_photograph_are_scaled(tmp_path) -> None:
     Image.fromarray(ramp).save(tmp_path / "16.png")
     photo = np.asarray(find_photo(str(tmp_path / "16.png")))
     np.testing.assert_array_equal(photo, (ramp / 257).round().astype(np.uint8)[..., None].repeat(3, 2))
+
+
+def test_a_single_photograph_is_the_right_way_up(tmp_path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter to the right
+    for values in (np.zeros((4, 6), np.uint8), np.zeros((4, 6), np.uint16)):
+        Image.fromarray(values).save(tmp_path / "turned.png", exif=turned)
+        assert find_photo(str(tmp_path / "turned.png")).size == (4, 6)
 
 
 def test_photographs_of_one_name_are_told_apart(tmp_path) -> None:

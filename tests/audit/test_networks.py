@@ -238,3 +238,22 @@ def test_gamma_is_0_above_the_concept_layer(name: str, layer: str) -> None:
     assert_same(make_backend("lrp", network, layer).attribute(x, 3), expected)
     everywhere = maps(ConvNetGamma(0.25, low=black, high=white))
     assert float((everywhere - expected).abs().max()) > 1e-2 * float(expected.abs().max())
+
+
+def test_upper_gamma_leaves_the_rules_below_as_they_are() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torchvision.models.resnet18(weights=None, num_classes=5).eval()
+        x = 4 * torch.rand(1, 3, 64, 64) - 2
+    rules = SuitableRules(model, (0.5,) * 3, (0.25,) * 3)
+    network = Network(model, 64, Preprocessing.from_mean_std(0.5, 0.25), "", rules)
+
+    def maps(network: Network) -> Tensor:
+        return make_backend("lrp", network, "layer3").attribute(x, 1)
+
+    # γ is 0 above the layer by itself.
+    for gamma in (0.1, 1.0):
+        below = with_gamma(network, gamma)
+        assert_same(maps(with_upper_gamma(below, "layer3", 0.0)), maps(below))
+    with pytest.raises(ValueError, match="no convolution above 'layer4'"):
+        with_upper_gamma(network, "layer4", 1.0)

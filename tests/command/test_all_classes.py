@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drsa_core import ClassIndex, Subspaces
+from drsa_core import ClassIndex, PairStore, Subspaces
 
 from tests.ranks.launching import finish, start_ranks
 
@@ -66,6 +66,17 @@ def test_two_ranks_find_what_one_process_finds(alone, train, tmp_path) -> None:
         )
         assert torch.equal(found.basis, expected.basis)
         assert found.metadata["n_images"] == expected.metadata["n_images"]
+
+
+def test_shapley_values_follow_the_seed(tmp_path) -> None:
+    train = pictures(tmp_path / "train", 3, ("0_blobs", "1_bars"))
+    found = []
+    for name, seed in (("one", "0"), ("again", "0"), ("other", "1")):
+        words = ("--backend", "shapley", "--samples", "1", "--seed", seed, "--out", tmp_path / name)
+        succeeded("fit", MODEL, *INPUT, "--train", train, *WORDS, *words)
+        found.append(PairStore(tmp_path / name / "pairs" / "1").load().c)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 def test_what_does_not_go_together_is_refused(train, tmp_path, monkeypatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from drsa_audit import BadInput
 from drsa_audit.folders import find_target
 from drsa_audit.opening import ModelSettings, open_network
+from drsa_audit.record import AuditRecord
 from drsa_core import Subspaces
 
 from .running import files_in, refused, succeeded
@@ -243,3 +246,33 @@ def test_features_on_an_axis_that_the_shape_does_not_tell(folders, tmp_path) -> 
         # What the subspaces know need not be said again.
         shown = ("--subspaces", out, "--images", folders[1], "--out", tmp_path / f"maps{dim}")
         succeeded("explain", model, *INPUT, "--backend", "gxi", *shown)
+
+
+def test_images_that_were_learned_from_are_counted_among_the_test_images(folders, tmp_path) -> None:
+    train, test = tmp_path / "train", tmp_path / "test"
+    shutil.copytree(folders[0] / "0_blobs", train)
+    shutil.copytree(folders[1] / "0_blobs", test)
+    for name in ("00.png", "03.png"):
+        shutil.copy(train / name, test / f"again_{name}")
+    words = ["audit", MODEL, *INPUT, "--train", train, "--target", "0", "--layer", "4", "--subspaces", "2"]
+    words += ["--no-stability", "--no-flipping", "--no-ablation", "--json", "--out"]
+    found = json.loads(succeeded(*words, tmp_path / "mixed.html", "--test", test).stdout)
+    (caution,) = [text for text in found["be_careful"] if "learned from: they say nothing" in text]
+    assert caution.startswith("2 of 8 test images")
+    found = json.loads(succeeded(*words, tmp_path / "clean.html", "--test", folders[1] / "0_blobs").stdout)
+    assert not any("they say nothing" in text for text in found["be_careful"])
+
+
+def test_another_class_without_a_readable_image_is_left_out(folders, tmp_path) -> None:
+    test = tmp_path / "test"
+    shutil.copytree(folders[1], test)
+    for file in (test / "2_noise").iterdir():
+        file.write_bytes(b"not a picture")
+    out = tmp_path / "report.html"
+    words = ["audit", MODEL, *INPUT, "--train", folders[0], "--test", test, "--target", "blobs", "--layer"]
+    words += ["4", "--subspaces", "2", "--no-stability", "--no-flipping", "--no-ablation", "--json"]
+    for _ in range(2):  # a second run finds it in the folder
+        found = json.loads(succeeded(*words, "--out", out).stdout)
+        assert "no image of noise can be read; the class is left out" in found["be_careful"]
+    other = AuditRecord.load(out.with_suffix(".drsa")).other_classes
+    assert {name: len(values) for name, values in other.items()} == {"bars": 6, "noise": 0}

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from drsa_audit import audit, concepts
+import torchvision.models
+from drsa_audit import AuditSettings, audit, concepts
 from drsa_audit.audit_steps import load_explained
+from drsa_audit.auditing import command_of
+from drsa_audit.opening import ModelSettings, open_network
 from drsa_audit.record import AuditRecord
+from drsa_audit.session import find_concept_layer
 from drsa_core import Subspaces
 from drsa_core.evaluation import concept_ablation
 from PIL import Image
+from safetensors.torch import save_file
 
 from tests.model_state import model_state
 
@@ -48,6 +54,10 @@ def test_the_command_says_what_its_exit_codes_mean() -> None:
         assert code in text
 
 
+def test_the_command_alone_shows_its_help() -> None:
+    assert succeeded().stdout == succeeded("--help").stdout
+
+
 def test_layers_shows_the_tree_and_suggests_one() -> None:
     result = succeeded("layers", MODEL, *INPUT)
     assert "suggested: --layer 4" in result.stdout
@@ -57,6 +67,15 @@ def test_layers_shows_the_tree_and_suggests_one() -> None:
     assert as_json["layers"][0] == {
         "name": "0", "kind": "Conv2d", "shape": [8, SIZE, SIZE], "parameters": 3 * 8 * 9 + 8,
     }  # fmt: skip
+
+
+def test_layers_suggests_what_fit_takes(tmp_path) -> None:
+    model = torchvision.models.resnet18(weights=None)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    settings = ModelSettings(model="resnet18", weights=str(tmp_path / "weights.safetensors"), size=64)
+    chosen = find_concept_layer(open_network(settings), None, torch.zeros(1, 3, 64, 64)).name
+    words = ("layers", "resnet18", "--weights", tmp_path / "weights.safetensors", "--size", "64", "--json")
+    assert json.loads(succeeded(*words).stdout)["suggested"] == chosen == "layer4"
 
 
 def test_doctor_passes_and_fails(folders) -> None:
@@ -191,6 +210,21 @@ def test_the_command_in_the_report_makes_it_again(finished, tmp_path) -> None:
         for folder in (finished.work, tmp_path / "again.drsa")
     )
     assert torch.equal(first.basis, again.basis)
+
+
+def test_the_command_in_the_report_has_absolute_paths(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths: dict[str, Any] = {name: Path(name) for name in ("train", "test", "out")}
+
+    def word(model: str, **more: Any) -> list[str]:
+        return shlex.split(command_of(AuditSettings(model=model, target=3, **paths, **more)))
+
+    words = word("models/own.py:network", weights="own.pt")
+    assert words[2] == f"{tmp_path}/models/own.py:network"
+    assert words[words.index("--weights") + 1] == f"{tmp_path}/own.pt"
+    assert word("own.safetensors")[2] == f"{tmp_path}/own.safetensors"
+    assert word("timm/resnet50")[2] == "timm/resnet50"
+    assert word("package.models:network")[2] == "package.models:network"
 
 
 def test_report_gives_other_names_to_the_page_and_the_subspaces(finished, tmp_path) -> None:

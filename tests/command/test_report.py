@@ -165,6 +165,25 @@ def test_the_verdict_says_what_is_wrong(parts) -> None:
     assert "Stable: no." in make_verdict(chance, explained).facts[0]
 
 
+def test_the_lead_of_one_concept_and_of_a_class_with_braces(parts) -> None:
+    record, explained, _ = parts
+    alone = replace(explained, relevance=explained.relevance[:, :1])
+    record = replace(record, target=record.target | {"name": "a {S0} class"}, train_relevance=[])
+    lead = make_verdict(record, alone).lead
+    assert "“a (S0) class”" in lead  # no name of a concept is put there
+    assert "splits into 1 concept: {S0} (100%)." in lead
+
+
+@pytest.mark.parametrize(("lost", "around", "held"), [(0.6, 0.7, "12%"), (0.1, None, "90%")])
+def test_coverage_is_a_share(parts, lost: float, around: float | None, held: str) -> None:
+    record, explained, _ = parts
+    shares = {"on_zero_activations": lost, "around_the_layer": around}
+    explained = replace(explained, certificate=explained.certificate | shares)
+    assert any(
+        fact.startswith(f"Coverage: {held} of the evidence") for fact in make_verdict(record, explained).facts
+    )
+
+
 def test_the_verdict_names_concepts_that_count_against_the_class(parts) -> None:
     record, explained, _ = parts
     relevance = torch.tensor([[3.0, -2.0]]).repeat(len(explained), 1)

@@ -173,6 +173,10 @@ def test_folders_are_summed_up_on_the_images_that_they_share(tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", arguments)
     main()
     summary = json.loads((tmp_path / "docs" / "results" / "both.json").read_text())
+    with monkeypatch.context() as twice:  # the same again would count double
+        twice.setattr("sys.argv", [*arguments, folders[0]])
+        with pytest.raises(SystemExit, match="more than one of the folders has main f a drsa 4"):
+            main()
     assert summary["about"]["model"] == "load.py:Net"
     rows = summary["tables"]["many"]["rows"]
     assert {method: row["n_images"] for method, row in rows.items()} == {"drsa": 2, "nmf": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -85,7 +86,20 @@ def test_manipulation(network: str, tmp_path) -> None:
     printed = run("manipulation.py", "--network", network, *SMALL[network], "--figure", file)
     assert "| manipulated, PRCA-1 |" in printed
     assert "manipulation_score, manipulated:" in printed
+    assert ("±" in printed) == (network == "planted")  # of one image there is no standard error
     assert file.stat().st_size > 10_000
+
+
+def test_options_that_the_planted_network_does_not_have_are_refused(monkeypatch, capsys) -> None:
+    for package in ("timm", "zennit", "skimage"):
+        pytest.importorskip(package)
+    import manipulation
+
+    words = ["manipulation.py", "--network", "planted", "--upper-gamma", "0"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="2"):
+        manipulation.main()
+    assert "--network planted has its own images and rules, without --upper-gamma" in capsys.readouterr().err
 
 
 MODEL = """

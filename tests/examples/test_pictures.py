@@ -71,9 +71,9 @@ def test_efficientnet_lite0_on_a_folder(tmp_path) -> None:
 
     folder = tmp_path / "285_Egyptian_cat"
     folder.mkdir()
-    Image.fromarray(skimage.data.chelsea()[:, 75:375]).save(folder / "285_cat.png")
+    Image.fromarray(skimage.data.chelsea()[:, 75:375]).save(folder / "00.png")
     figure = tmp_path / "figure.png"
-    photo = folder / "285_cat.png"
+    photo = folder / "00.png"
     printed = run(
         "efficientnet_lite0.py", "--train", folder, "--photo", photo, "--check", folder, "--figure", figure
     )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.audit.photos import random_photos
 
 from .running import run
 
@@ -75,6 +79,61 @@ def test_measures_of_the_watermark() -> None:
     assert (len(others), len(last)) == (40, 20)
     assert torch.equal(others.argmax(1) == CARTON, labels[60:100, 0] > 0)
     assert torch.equal(others[:, :CARTON], model(x[60:100]).detach()[:, :CARTON])  # no other row changes
+
+
+def test_settings_are_not_chosen_on_what_is_reported(tmp_path, monkeypatch, capsys) -> None:
+    for package in ("imagenet_w", "skimage", "timm"):
+        pytest.importorskip(package)
+    import carton_watermark
+
+    monkeypatch.setattr(sys, "argv", ["carton_watermark.py", "--choose", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        carton_watermark.main()
+    assert "--choose needs --photos" in capsys.readouterr().err
+    photos = random_photos(tmp_path, ["001_a"], 7, 2) / "train"
+    parts = [carton_watermark.thirds([photos], part, 100) for part in range(3)]
+    assert [len(files) for files in parts] == [3, 2, 2]
+    assert len({file for files in parts for file in files}) == 7
+    with pytest.raises(SystemExit, match="must give three photographs, one for each part, got 2"):
+        carton_watermark.thirds([photos], 2, 2)
+
+
+def test_classes_of_photographs_by_their_names(tmp_path) -> None:
+    for package in ("imagenet_w", "skimage", "timm"):
+        pytest.importorskip(package)
+    from hanzi_watermark import class_of
+
+    assert class_of(Path("pets/281_tabby/00.jpg")) == 281
+    assert class_of(Path("pets/281_tabby/001_from_above.jpg")) == 281
+    assert class_of(Path("animals/22_bald_eagle.jpg")) == 22
+    assert class_of(Path("animals/eagle.jpg")) is None
+
+
+def test_insight_takes_the_outputs_of_classes(tmp_path) -> None:
+    for package in ("foolbox", "skimage", "timm"):
+        pytest.importorskip(package)
+    from drsa_audit import Network
+    from drsa_core.evaluation import Preprocessing
+    from insight import load_classes
+
+    # Its outputs stand for the classes 9, 7 and 4.
+    network = Network(
+        torch.nn.Identity(), 32, Preprocessing.from_mean_std(0.5, 0.25), "", lambda layer: None, (9, 7, 4)
+    )
+    folder = random_photos(tmp_path, ["4_a", "7_b"], 2, 1) / "train"
+    _, labels, names = load_classes(network, folder, None)
+    assert labels.tolist() == [2, 2, 1, 1]
+    assert names == {2: "a", 1: "b"}
+
+
+def test_pictures_of_another_seed_are_not_audited(tmp_path) -> None:
+    for package in ("captum", "timm", "cv2"):
+        pytest.importorskip(package)
+    from audit import write_boxes
+
+    for seed in (1, 2):
+        write_boxes(tmp_path, 40, seed)
+    assert len(list(tmp_path.iterdir())) == 40 // 5  # one of five shapes
 
 
 def test_insight(tmp_path) -> None:

@@ -23,6 +23,10 @@ from .report import report
 class Group(click.Group):
     """Commands whose errors are one line on stderr."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Without a word, the help; click's own would become one line of error."""
+        return super().parse_args(ctx, args or ["--help"])
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command; the exit code says what happened."""
         try:

@@ -62,7 +62,7 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     reference = torch.tensor(record.train_relevance or relevance.tolist())
     unusual = outliers(relevance, reference)
     n_right = int((explained.rank == 1).sum())
-    name = record.target["name"]
+    name = _plain(record.target["name"])
     means = relevance.mean(0).tolist()
     listed = _listed(
         [
@@ -72,7 +72,7 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     )
     lead = (
         f"The model predicts “{name}” for {n_right} of {n_images} test images. "
-        f"Its evidence for that class splits into {len(of_concepts)} concepts: {listed}."
+        f"Its evidence for that class splits into {_counted(len(of_concepts), 'concept')}: {listed}."
     )
     first = [_of_group(group, n_images) for group in groups]
     return Verdict(
@@ -114,8 +114,9 @@ def _stability_facts(record: AuditRecord) -> list[str]:
 
 def _coverage_facts(certificate: dict[str, Any]) -> list[str]:
     share = certificate.get("share_of_score")
-    lost = (certificate.get("on_zero_activations") or 0.0) + (certificate.get("around_the_layer") or 0.0)
-    held = f"{1 - lost:.0%} of the evidence passes through the concepts"
+    lost, around = (certificate.get(name) or 0.0 for name in ("on_zero_activations", "around_the_layer"))
+    # Shares of different wholes: of what crosses the layer, and of what reaches the input.
+    held = f"{(1 - lost) * (1 - around):.0%} of the evidence passes through the concepts"
     if share is None:
         return [f"Coverage: {held}."]
     return [f"Coverage: {held}, and the maps add up to {share:.0%} of the model's score."]
@@ -205,6 +206,11 @@ def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[C
             Caution("Taking concepts out of the network has another effect than their relevance says.")
         )
     return found
+
+
+def _counted(number: int, what: str) -> str:
+    """ "1 concept", "2 concepts"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _listed(items: list[str]) -> str:
