@@ -12,7 +12,7 @@ from drsa_core.evaluation import Summary
 from drsa_core.plot import delta_aupc_bars, flipping_curves, scores_against, training_curves
 
 from .experiment import Record
-from .results import Results, Series, on_common_images
+from .results import Results, Series, depth_of, on_common_images
 from .summary import gains, with_main
 from .tables import NAMES, TITLES, name_of
 
@@ -45,7 +45,7 @@ def draw_figures(records: list[Record], out: Path, layer: str, n_subspaces: int)
         panels = _panels(found, metrics, lambda s: s.n_subspaces, ks)
         figures["subspaces"] = scores_against(ks, panels, "number of subspaces K")
     if found := with_main(results, "layers", layer, n_subspaces):
-        layers = sorted({s.layer for s in found})
+        layers = sorted({s.layer for s in found}, key=depth_of)
         panels = _panels(found, metrics, lambda s: s.layer, layers)
         figures["layers"] = scores_against(layers, panels, "layer")
     if whole and many:

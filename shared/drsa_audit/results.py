@@ -69,6 +69,11 @@ class Series:
         return Series(*fields, tuple(images), values, self.share, self.n_seeds, self.by_class)
 
 
+def depth_of(layer: str) -> list[tuple[bool, int, str]]:
+    """What sorts names of layers: blocks.2 comes before blocks.10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in layer.split(".")]
+
+
 def on_common_images(*series: Series) -> list[Series]:
     """The series on the images that all of them have; none if there is no such image."""
     common = [image for image in series[0].images if all(image in s.images for s in series)]

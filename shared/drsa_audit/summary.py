@@ -11,7 +11,7 @@ from typing import Any
 from drsa_core.evaluation import class_means, delta_aupc, summarise
 
 from .experiment import Record
-from .results import BEST_IS_LOW, CLASS_METRICS, METRICS, Results, Series, on_common_images
+from .results import BEST_IS_LOW, CLASS_METRICS, METRICS, Results, Series, depth_of, on_common_images
 
 #: Digits after the point; more than anybody needs.
 DIGITS = 5
@@ -208,7 +208,7 @@ def _grid(
 ) -> dict[str, Any]:
     read = {"d": lambda s: s.dims, "K": lambda s: s.n_subspaces, "layer": lambda s: s.layer}[axis]
     by_place: dict[str, list[Series]] = {}
-    for s in sorted(series, key=read):
+    for s in sorted(series, key=lambda s: depth_of(str(read(s)))):
         by_place.setdefault(str(read(s)), []).append(s)
     rows: dict[str, dict[str, Any]] = {}
     differences: dict[str, dict[str, Any]] = {}

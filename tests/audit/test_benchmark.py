@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 
 from drsa_audit import BenchmarkSettings, Network, run_benchmark
 from drsa_audit.networks import SuitableRules
+from drsa_audit.results import depth_of
 from drsa_audit.summary import summarise_records
 from drsa_core import PRCA, Pairs, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
@@ -324,6 +325,13 @@ def test_common_concepts_are_learned_once_from_all_training_classes(
         run_benchmark(common, lambda line: None)
     with pytest.raises(ValueError, match="with common concepts there is no stability"):
         run_benchmark(replace(common, stages=("main", "stability")), lambda line: None)
+
+
+def test_layers_are_in_the_order_of_their_numbers() -> None:
+    layers = ["blocks.10", "features.29", "blocks.2.conv", "blocks.2", "stem", "features.3"]
+    expected = ["blocks.2", "blocks.2.conv", "blocks.10", "features.3", "features.29", "stem"]
+    assert sorted(layers, key=depth_of) == expected
+    assert sorted(["16", "4", "2"], key=depth_of) == ["2", "4", "16"]  # K and d
 
 
 def test_quick_takes_few_images_and_the_main_stage() -> None:
