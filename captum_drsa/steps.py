@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
-from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, copies
+from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
 from drsa_core.validation import check_finite
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from .below_layer import FromLayer
 from .captum_lrp import LRPPass
 from .context import LayerAttributionContext, ShapleyContext
 from .explain import explain_at_input
-from .inputs import as_captum_target, for_own_arguments, of_function
+from .inputs import as_captum_target, for_own_arguments, of_function, own_arguments
 from .methods import Explain, Method, within_tunnels
 from .relevance_model import RelevanceModel, baseline_relevance, check_baselines
 
@@ -120,7 +120,7 @@ class TwoSteps(Explainer):
             if isinstance(within_tunnels(method), DeepLift | LRP):
                 return None
             forward, target = request.forward, None
-            method = of_function(method, lambda *args: request.select(forward(*copies(args))))
+            method = of_function(method, lambda *args: request.select(forward(*own_arguments(request, args))))
         else:
             method = for_own_arguments(method, request)
         method = copy.copy(method)  # Captum keeps its working state on the attributor
