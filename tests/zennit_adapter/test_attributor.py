@@ -155,6 +155,21 @@ def test_two_steps_under_rules_that_drop_what_is_negative(rule, chunk):
     torch.testing.assert_close(maps(subspaces(6)).sum(1), maps(subspaces(6, 1))[:, 0])
 
 
+@pytest.mark.parametrize("composite", [EpsilonPlus, ConvNetGamma, lambda: ConvNetGamma(low=-3.0, high=3.0)])
+def test_an_inactive_composite_leaves_plain_gradients(composite):
+    model, input, blocks = small_model(), small_input(), subspaces(6)
+    expected = DisentangledAttributor(Gradient(model), "pool", blocks, tolerance=1)(input, TARGET)[1]
+    run = DisentangledAttributor(Gradient(model, composite()), "pool", blocks, tolerance=1)
+    with run:
+        under_rules = run(input, TARGET)[1]
+        with run.inactive():
+            # Zennit merges batch norms up to their eps.
+            torch.testing.assert_close(run(input, TARGET)[1], expected, rtol=1e-4, atol=0)
+            torch.testing.assert_close(run.explain(input, [1, 4]).maps, expected, rtol=1e-4, atol=0)
+        assert_same(run(input, TARGET)[1], under_rules)
+    assert not torch.allclose(under_rules, expected)
+
+
 @pytest.mark.parametrize("composite", ["none", "plus"])
 def test_occlusion_explains_the_model_of_the_relevance(composite):
     model, input, blocks = small_model(), small_input(), subspaces(6)
