@@ -20,7 +20,7 @@ def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
 
     def start(output: Tensor) -> Tensor:
         if callable(target) and is_attr_output(target, output):
-            value: Any = target(output)
+            value: Any = target(output.clone())  # it may write into what it gets, here and below
             return value
         gradient = gradient_at_output(output, target)
         return output.detach() * gradient if holds_relevance else gradient
@@ -63,7 +63,7 @@ def gradient_of_score(attr_output: AttrOutput) -> AttrOutput:
 
 def _depends_on(attr_output: AttrOutput, output: Tensor) -> bool:
     with torch.enable_grad():
-        return attr_output(output.detach().clone().requires_grad_()).requires_grad
+        return attr_output(output.detach().requires_grad_().clone()).requires_grad
 
 
 def is_attr_output(target: Target, output: Tensor) -> bool:
@@ -75,7 +75,7 @@ def is_attr_output(target: Target, output: Tensor) -> bool:
         return True
     if not callable(target) or output.ndim < 2:
         return False
-    value = target(output)
+    value = target(output.clone())
     if not isinstance(value, Tensor) or value.shape != output.shape:
         return False
     return output.numel() != len(output) or not _depends_on(target, output)
@@ -147,7 +147,7 @@ def checked_start(attr_output: AttrOutput) -> AttrOutput:
                 f"the model must return a tensor, got {type(output).__name__}; wrap the model in a module "
                 "that returns the scores"
             )
-        value: Any = attr_output(output)
+        value: Any = attr_output(output.clone())
         if not isinstance(value, Tensor) or value.shape != output.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(

@@ -48,7 +48,7 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
             f"{tuple(output.shape)}; explain a model that scores each example by itself"
         )
     if callable(target):
-        score: object = target(output)
+        score: object = target(output.clone())  # it may write into what it gets
         what = "the callable target"
     else:
         what = f"target {_shown(target)}"
