@@ -154,6 +154,7 @@ def checked_start(attr_output: AttrOutput) -> AttrOutput:
                 f"attr_output must have the output's shape {tuple(output.shape)}, got {got}; for one class "
                 "pass a row with a one in its place for each example"
             )
+        value = value.clone() if value.is_inference() else value  # a graph may need it
         return value.to(device=output.device, dtype=output.dtype)
 
     return start
