@@ -100,6 +100,29 @@ def test_additional_arguments_without_a_batch_axis(method, n: int, weights: Tens
     assert_same(found, bound.attribute(x, target=target))
 
 
+@pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.parametrize("finish", [lambda z: 1e-7 * z, lambda z: (z * 3 + z.new_tensor([12, 0])).softmax(1)])
+def test_additional_arguments_without_a_batch_axis_where_scores_are_small_or_sure(
+    finish, target: int
+) -> None:
+    """Whatever the examples get, their scores differ by less than 1e-5."""
+
+    class Finished(Weighted):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            scores: Tensor = finish(super().forward(x, weights))
+            return scores
+
+    model, x, weights = Finished(), images(2), torch.tensor([1.0, 3.0])
+    direct = DisentangledAttribution(InputXGradient(model), "net.features.4", subspaces(8), "shapley")
+    bound = DisentangledAttribution(
+        InputXGradient(lambda x: model(x, weights)), model.net.features[4], subspaces(8), "shapley"
+    )
+    torch.manual_seed(0)
+    found = direct.attribute(x, target=target, additional_forward_args=weights)
+    torch.manual_seed(0)
+    assert_same(found, bound.attribute(x, target=target))
+
+
 class OverSet(nn.Module):
     """Scores times the sum over a set (M, 8), which is the same for all examples."""
 
