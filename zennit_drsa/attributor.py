@@ -272,6 +272,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             return work(input.detach().clone())
 
         def checked() -> _T:
+            self.composite.check_slot(self.model, self.slot)
             self._check_canonizers(input)
             return guarded(self.model, once)
 
