@@ -390,8 +390,12 @@ def _named(rule: PixelBox | BoundedInput) -> tuple[tuple[str, Bound], tuple[str,
 
 
 def _bound(bound: Bound, name: str, x: Tensor) -> Tensor:
+    value = torch.as_tensor(bound, dtype=x.dtype, device=x.device)
+    if value.ndim == 4 and value.numel() == value.shape[1]:
+        # One number per channel, as for images; broadcast as it is, it would be one per frame of a clip.
+        value = value.view(1, -1, *[1] * (x.ndim - 2))
     try:
-        return torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x)
+        return value.expand_as(x)
     except RuntimeError as error:
         raise ValueError(
             f"{name} must be broadcastable to the input of shape {tuple(x.shape)}, "
