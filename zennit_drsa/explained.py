@@ -12,17 +12,18 @@ from torch import Tensor
 AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
+def start_of_target(target: Target, holds_relevance: bool, n_examples: int | None = None) -> AttrOutput:
     """What the gradient slot holds at the output: ∂y/∂output, times the output for relevance (Note A).
 
     A function that returns something of the output's shape is Zennit's `attr_output`, and is that already.
+    `n_examples` is the number of rows that the output must have.
     """
 
     def start(output: Tensor) -> Tensor:
         if callable(target) and is_attr_output(target, output):
             value: Any = target(output.clone())  # it may write into what it gets, here and below
             return value
-        gradient = gradient_at_output(output, target)
+        gradient = gradient_at_output(output, target, n_examples)
         return output.detach() * gradient if holds_relevance else gradient
 
     return start

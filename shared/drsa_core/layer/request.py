@@ -86,6 +86,10 @@ class Request:
         is_scalar = isinstance(output, Tensor) and output.ndim == 0
         return select_scores(output, self.target, len(self) if is_scalar else None)
 
+    def scores(self, output: object) -> Tensor:
+        """As `select`, shape (N,); an error if the output does not have one row for each example."""
+        return select_scores(output, self.target, len(self))
+
     # ------------------------------------------------------------------ runs
 
     def n_outputs(self) -> int | None:
