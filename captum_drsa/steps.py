@@ -6,8 +6,9 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
-from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
+from captum.attr import LRP, Attribution, DeepLift, GradientShap, NoiseTunnel
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
 from drsa_core.validation import check_finite
@@ -52,7 +53,7 @@ class TwoSteps(Explainer):
     _own_context: bool
 
     def _both_steps(self, request: Request, options: dict[str, Any]) -> Steps:
-        if isinstance(self.attribution_method, NoiseTunnel):
+        if self._adds_noise(options):
             for x in request.inputs:
                 refuse_noise_on_padding(self._known_model(), x)
         if self._record.explain is None:
@@ -178,6 +179,13 @@ class TwoSteps(Explainer):
         in_tunnel = isinstance(self.attribution_method, NoiseTunnel)
         return (
             self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
+        )
+
+    def _adds_noise(self, options: dict[str, Any]) -> bool:
+        """Whether the method puts noise on its input; `GradientShap` does so only if it is asked to."""
+        is_shap = isinstance(self.attribution_method, GradientShap)
+        return isinstance(self.attribution_method, NoiseTunnel) or (
+            is_shap and bool(np.any(options.get("stdevs", 0)))
         )
 
     def _check_step_1(self, request: Request, activation: Tensor, context: Tensor) -> None:
