@@ -167,7 +167,7 @@ def test_outputs_that_have_other_things_first_are_refused(method) -> None:
             self.below, self.act, self.head = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.act(self.below(x))).transpose(0, 1)  # type: ignore[no-any-return]
+            return self.head(self.act(self.below(x))).transpose(0, 1)
 
     run = method(SequenceFirst().eval())
     for use in (run.explain, run.context, run.concept_relevance):

@@ -148,7 +148,7 @@ class OverSet(nn.Module):
     ids=["integrated_gradients", "ablation", "deep_lift", "noise_tunnel"],
 )
 @pytest.mark.parametrize("target", [1, lambda output: output[:, 1]], ids=["index", "function"])
-def test_the_whole_map_with_an_argument_that_is_the_same_for_all(method, options: dict, target: Any) -> None:
+def test_the_whole_map_with_an_argument_that_is_the_same_for_all(method, options, target) -> None:
     """Captum repeats it with the inputs, so that the sum was that of several sets."""
     model, x, members = OverSet(), torch.rand(3, 6), torch.rand(7, 8)
     da = DisentangledAttribution(method(model), "act", subspaces(8), "gradient")
