@@ -207,7 +207,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
 
         def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
             with torch.no_grad():
-                score = request.select(request.forward(*copies((*request.inputs, *request.args))))
+                score = request.scores(request.forward(*copies((*request.inputs, *request.args))))
             steps = self._both_steps(request, self._options(request, kwargs))
             around = steps.share_around
             return steps, score, measure_bypass(request) if around is None else around

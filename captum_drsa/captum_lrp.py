@@ -109,7 +109,7 @@ class LRPPass:
         request.layer.register_forward_hook(lambda module, args, output: self._cut(output))
         # Relevance at the output, output ⊙ ∂y/∂output: the output itself at the target and 0 elsewhere for an
         # index, the one minus the other for a difference of logits.
-        initial = output.detach() * gradient_at_output(output, request.target)
+        initial = output.detach() * gradient_at_output(output, request.target, len(request))
         with torch.enable_grad():
             modified = self._second_pass(hooks, request)
             self.relevance, around = gradients_at_cut(

@@ -70,7 +70,7 @@ class ShapleyContext:
         measure_bypass(request)
         with torch.no_grad():
             cut = Cut()
-            score = request.select(request.run(cut))
+            score = request.scores(request.run(cut))
             return cut.above, contexts_by_example(request, cut.above, score, explain)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,17 +74,29 @@ def as_captum_target(target: Target) -> Any:
 
 
 def for_own_arguments(method: Attribution, request: Request) -> Attribution:
-    """The method, with a model that cannot change the additional arguments.
+    """The method, with a model that gets the additional arguments as they are, in copies of its own.
 
-    Captum hands the same ones to every forward pass, and a model may work in place on them. To be used inside
-    `guarded`, which takes the hook off.
+    To be used inside `guarded`, which gives a module its own `forward` back.
     """
     if not request.args:
         return method
     if isinstance(request.forward, nn.Module):
-        request.forward.register_forward_pre_hook(lambda module, args: copies(args))
+        forward = request.forward.forward
+        # Not in a hook: that of DeepLift on the model, which repeats the arguments, would come after it.
+        vars(request.forward)["forward"] = lambda *args: forward(*own_arguments(request, args))
         return method
-    return of_function(method, lambda *args: request.forward(*copies(args)))
+    return of_function(method, lambda *args: request.forward(*own_arguments(request, args)))
+
+
+def own_arguments(request: Request, args: Sequence[Any]) -> tuple[Any, ...]:
+    """What the forward function is to get of the inputs and additional arguments that Captum hands to it.
+
+    Captum repeats all arguments with the inputs, also those that are the same for all examples. And it hands
+    the same ones to every forward pass, while a model may work in place on them.
+    """
+    n_inputs = len(request.inputs)
+    further = zip(args[n_inputs:], request.args, request.has_batch_axis, strict=True)
+    return copies((*args[:n_inputs], *(given if batched else own for given, own, batched in further)))
 
 
 def of_function(method: Attribution, forward: Callable[..., Tensor]) -> Attribution:

@@ -6,10 +6,11 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
-from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
+from captum.attr import LRP, Attribution, DeepLift, GradientShap, NoiseTunnel
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
-from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, copies
+from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
 from drsa_core.validation import check_finite
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from .below_layer import FromLayer
 from .captum_lrp import LRPPass
 from .context import LayerAttributionContext, ShapleyContext
 from .explain import explain_at_input
-from .inputs import as_captum_target, for_own_arguments, of_function
+from .inputs import as_captum_target, for_own_arguments, of_function, own_arguments
 from .methods import Explain, Method, within_tunnels
 from .relevance_model import RelevanceModel, baseline_relevance, check_baselines
 
@@ -52,7 +53,7 @@ class TwoSteps(Explainer):
     _own_context: bool
 
     def _both_steps(self, request: Request, options: dict[str, Any]) -> Steps:
-        if isinstance(self.attribution_method, NoiseTunnel):
+        if self._adds_noise(options):
             for x in request.inputs:
                 refuse_noise_on_padding(self._known_model(), x)
         if self._record.explain is None:
@@ -120,7 +121,7 @@ class TwoSteps(Explainer):
             if isinstance(within_tunnels(method), DeepLift | LRP):
                 return None
             forward, target = request.forward, None
-            method = of_function(method, lambda *args: request.select(forward(*copies(args))))
+            method = of_function(method, lambda *args: request.select(forward(*own_arguments(request, args))))
         else:
             method = for_own_arguments(method, request)
         method = copy.copy(method)  # Captum keeps its working state on the attributor
@@ -178,6 +179,13 @@ class TwoSteps(Explainer):
         in_tunnel = isinstance(self.attribution_method, NoiseTunnel)
         return (
             self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
+        )
+
+    def _adds_noise(self, options: dict[str, Any]) -> bool:
+        """Whether the method puts noise on its input; `GradientShap` does so only if it is asked to."""
+        is_shap = isinstance(self.attribution_method, GradientShap)
+        return isinstance(self.attribution_method, NoiseTunnel) or (
+            is_shap and bool(np.any(options.get("stdevs", 0)))
         )
 
     def _check_step_1(self, request: Request, activation: Tensor, context: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The first axis of an activation runs over the examples, or the layer is refused, in both adapters."""
+"""The first axis of activations and outputs runs over the examples, or they are refused, in both adapters."""
 
 from __future__ import annotations
 
@@ -143,3 +143,33 @@ def test_features_behind_rows_and_columns(backend: str) -> None:
         warnings.simplefilter("error")
         assert pairs("block", channel_dim=-1).a.shape == (2 * 4 * 4, 6)
         assert pairs("patches").a.shape == (2 * 4 * 4, 6)  # a convolution has them first
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda model: DisentangledAttribution(InputXGradient(model), "act", SUBSPACES, channel_dim=-1),
+        lambda model: DisentangledAttribution(IntegratedGradients(model), "act", SUBSPACES, channel_dim=-1),
+        lambda model: DisentangledAttribution(ShapleyValueSampling(model), "act", SUBSPACES, channel_dim=-1),
+        lambda model: DisentangledAttribution(LRP(model), "act", SUBSPACES, channel_dim=-1),
+        lambda model: DisentangledAttributor(Gradient(model), "act", SUBSPACES, channel_dim=-1),
+        lambda model: DisentangledAttributor(
+            Gradient(model, EpsilonPlus()), "act", SUBSPACES, channel_dim=-1
+        ),
+    ],
+)
+def test_outputs_that_have_other_things_first_are_refused(method) -> None:
+    """Of outputs (T, N, 3) the index (1, 2) is that of example 1 alone: the maps of all others were zero."""
+
+    class SequenceFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.act, self.head = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.act(self.below(x))).transpose(0, 1)
+
+    run = method(SequenceFirst().eval())
+    for use in (run.explain, run.context, run.concept_relevance):
+        with pytest.raises(ValueError, match=r"one row for each of the 2 examples, got shape \(6, 2, 3\)"):
+            use(tokens(), (1, 2))

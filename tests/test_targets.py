@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from captum.attr import IntegratedGradients
+from captum.attr import LRP, IntegratedGradients
 from drsa_core import Subspaces
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.attribution import IntegratedGradients as ZennitIntegratedGradients
+from zennit.composites import EpsilonPlus
 
 from captum_drsa import DisentangledAttribution
 from zennit_drsa import DisentangledAttributor
@@ -23,6 +24,19 @@ def network() -> nn.Module:
 
 def vectors() -> Tensor:
     return torch.rand(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def in_place(output: Tensor) -> Tensor:
+    """The second score, with the others overwritten."""
+    output[:, 2:] = 0
+    return output.sub_(1)[:, 1]
+
+
+def one_hot_in_place(output: Tensor) -> Tensor:
+    """What Zennit starts from for the second score."""
+    output.zero_()
+    output[:, 1] = 1
+    return output
 
 
 METHODS: list[Any] = [
@@ -57,3 +71,33 @@ def test_a_list_of_one_is_one_for_all(method) -> None:
         assert torch.equal(method().context(x, target)[1], expected)
     with pytest.raises(ValueError, match="has 2 entries for 4 rows"):
         method().context(x, [3, 1])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *METHODS,
+        lambda: DisentangledAttributor(Gradient(network(), EpsilonPlus()), "1"),
+        lambda: DisentangledAttribution(LRP(network()), "1"),
+    ],
+)
+def test_functions_that_write_into_the_output(method) -> None:
+    run, x = method(), vectors()
+    run.subspaces = Subspaces(torch.eye(4), [2, 2])
+    expected = run.explain(x, lambda output: output[:, 1] - 1)
+    found = run.explain(x, in_place)
+    assert torch.equal(found.score, expected.score)
+    assert torch.equal(found.concept_relevance, expected.concept_relevance)
+    assert torch.equal(found.maps, expected.maps)
+
+
+@pytest.mark.parametrize("composite", [None, EpsilonPlus()])
+@pytest.mark.parametrize("attributor", [Gradient, ZennitIntegratedGradients])
+def test_an_attr_output_that_writes_into_the_output(attributor, composite) -> None:
+    x, blocks = vectors(), Subspaces(torch.eye(4), [2, 2])
+    run = DisentangledAttributor(attributor(network(), composite), "1", blocks)
+    expected = run(x, torch.eye(5)[[1] * 4])
+    found = run(x, one_hot_in_place)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert bool(found[1].any())

@@ -181,7 +181,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         """
 
         def pair(input: Tensor) -> tuple[Tensor, Tensor]:
-            start, scores = self._explained(target)
+            start, scores = self._explained(target, len(input))
             step = self._context(input, start, scores)
             for found in (step.activation, step.context):
                 check_finite(found, self.model, input, start)
@@ -196,7 +196,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         """
 
         def relevance(input: Tensor) -> Tensor:
-            start, scores = self._explained(target)
+            start, scores = self._explained(target, len(input))
             step = self._context(input, start, scores)
             self._check_start(step.output, start, target)
             result = self._relevance(step.activation, step.context)
@@ -218,7 +218,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         """
 
         def explanation(input: Tensor) -> Explanation:
-            start, scores = self._explained(target)
+            start, scores = self._explained(target, len(input))
             step = self._context(input, start, scores)
             self._check_start(step.output, start, target)
             with drawn_again([input], whole):
@@ -233,7 +233,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
                 maps=maps.detach(),
                 whole=by_itself,
                 concept_relevance=self._relevance(step.activation, step.context),
-                score=select_scores(step.output, target),
+                score=select_scores(step.output, target, len(input)),
                 subspaces=self._fitted(),
                 provenance=self._used_for(describe_target(target, tuple_is_index=True)),
                 losses=Losses(step.lost, step.share_around),
@@ -272,6 +272,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             return work(input.detach().clone())
 
         def checked() -> _T:
+            self.composite.check_slot(self.model, self.slot)
             self._check_canonizers(input)
             return guarded(self.model, once)
 
@@ -284,7 +285,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
         self._look_at_model()
         return self.composite.registered(self.model, work)
 
-    def _explained(self, target: Target | AttrOutput) -> tuple[AttrOutput, Target]:
+    def _explained(self, target: Target | AttrOutput, n_examples: int) -> tuple[AttrOutput, Target]:
         """What the gradient slot holds at the output, and the scores that are explained."""
         if target is None:
             start = checked_start(self.attr_output_fn)
@@ -292,7 +293,7 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
             attr_output = target
             start = checked_start(lambda output: attr_output)
         else:
-            start = start_of_target(target, holds_relevance(self.model, self.slot))
+            start = start_of_target(target, holds_relevance(self.model, self.slot), n_examples)
             if not callable(target):
                 return start, target
         return start, ScoreOf(start)

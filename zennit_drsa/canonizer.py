@@ -24,7 +24,15 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
     """A canonizer that knows the networks of a library, and says which models it suits.
 
     Subclasses say which networks they know and how a module becomes canonical.
+
+    Attributes
+    ----------
+    carries_relevance : bool
+        Whether the backward pass of the canonized model is not its gradient: some of its modules hand
+        relevance on. Without rules that carry relevance, attributors refuse it.
     """
+
+    carries_relevance = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +69,11 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
 
     def _pass(self, module: nn.Module) -> None:
         self._forward(module, passing_forward(module))
+        self.carries_relevance = True
+
+    def _norm(self, module: nn.Module) -> None:
+        self._forward(module, layer_norm_forward(module))
+        self.carries_relevance = True
 
     def _sum(self, block: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         self._edits.child(block, "canonical_sum", Sum())

@@ -12,7 +12,7 @@ from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
-from ._zennit import describe_canonizers, exchanges_parameters, hooks_by_module
+from ._zennit import describe_canonizers, exchanges_parameters, holds_relevance, hooks_by_module
 from .arguments import checked_arguments
 from .filter import Concept, SubspaceFilter
 
@@ -57,6 +57,16 @@ class GuardedComposite(Composite):  # type: ignore[misc]
     def canonizers_described(self) -> str:
         """The canonizers but for filters, for a `Provenance`."""
         return describe_canonizers([c for c in self.canonizers if not isinstance(c, SubspaceFilter)])
+
+    def check_slot(self, module: nn.Module, slot: str | None) -> None:
+        """Refuse gradients of a model in which a canonizer has modules hand relevance on in their place."""
+        carrier = next((h for h in self.handles if getattr(h, "carries_relevance", False)), None)
+        if carrier is not None and slot is None and not holds_relevance(module):
+            raise ValueError(
+                f"{type(carrier).__name__} makes modules of this {type(module).__name__} hand relevance on, "
+                "but no rule that carries relevance is active: what comes out would be neither that nor a "
+                "gradient. Leave the canonizer out, as gradients need none, or use LRP rules"
+            )
 
     @uninterrupted
     def register(self, module: nn.Module) -> None:
@@ -158,6 +168,11 @@ class DisentangledComposite(GuardedComposite):
             self.filter.fingerprint = model_fingerprint(module)  # before canonizers change weights
             self.filter.canonizers = self.canonizers_described()
         super().register(module)
+        try:
+            self.check_slot(module, self.filter.slot)
+        except ValueError:
+            self.remove()
+            raise
 
 
 def _check_own_methods(composite: Composite) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from drsa_core import Subspaces
@@ -104,7 +105,7 @@ class ConceptMaps(Explainer):
                 return backward.below(part)[0]
 
             whole = None
-            if any(isinstance(hook, NONLINEAR_RULES) for hook in hooks):
+            if _has_nonlinear_rules(hooks):
                 whole = below(backward.gradient_slot)
             maps: list[Tensor] = []
             for group in self._groups():
@@ -178,17 +179,24 @@ class ConceptMaps(Explainer):
             )
         step = self._context(input, start, ScoreOf(start))
         self._check_fits(step.activation)
+        hooks = list(self.composite.hook_refs)
+        first = [step.context.contiguous()] if _has_nonlinear_rules(hooks) else []  # its signs decide
         total = input.new_zeros(self._fitted().n_subspaces, *input.shape)
         for point in path:
             point = point.detach().requires_grad_()
             activation = self._request(point, None).activation()
-            k = 0
-            for group in self._groups():
-                for part in filter_context(step.context, group, self.channel_dim):
+            with shared_forwards(hooks) as start_pass:
+                for k, part in enumerate(chain(first, self._filtered(step.context)), -len(first)):
+                    start_pass()
                     (gradient,) = torch.autograd.grad(activation, point, part, retain_graph=True)
-                    total[k] += gradient / self.attributor.n_iter
-                    k += 1
+                    if k >= 0:
+                        total[k] += gradient / self.attributor.n_iter
         return step.output, total
+
+    def _filtered(self, context: Tensor) -> Iterator[Tensor]:
+        """U_kU_kᵀc for each concept."""
+        for group in self._groups():
+            yield from filter_context(context, group, self.channel_dim)
 
     def _occlusion(self, input: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
         """Step 2 of occlusion: Zennit's own loop over the windows, with R̂_k in the place of the output."""
@@ -235,6 +243,10 @@ class ConceptMaps(Explainer):
         if self._integrates_context:
             return describe_method(self.model, self.slot, repr(self._path_context))
         return describe_method(self.model, self.slot)
+
+
+def _has_nonlinear_rules(hooks: list[Hook]) -> bool:
+    return any(isinstance(hook, NONLINEAR_RULES) for hook in hooks)
 
 
 def _check_differentiable(hooks: list[Hook]) -> None:

@@ -12,17 +12,18 @@ from torch import Tensor
 AttrOutput: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def start_of_target(target: Target, holds_relevance: bool) -> AttrOutput:
+def start_of_target(target: Target, holds_relevance: bool, n_examples: int | None = None) -> AttrOutput:
     """What the gradient slot holds at the output: ∂y/∂output, times the output for relevance (Note A).
 
     A function that returns something of the output's shape is Zennit's `attr_output`, and is that already.
+    `n_examples` is the number of rows that the output must have.
     """
 
     def start(output: Tensor) -> Tensor:
         if callable(target) and is_attr_output(target, output):
-            value: Any = target(output)
+            value: Any = target(output.clone())  # it may write into what it gets, here and below
             return value
-        gradient = gradient_at_output(output, target)
+        gradient = gradient_at_output(output, target, n_examples)
         return output.detach() * gradient if holds_relevance else gradient
 
     return start
@@ -63,7 +64,7 @@ def gradient_of_score(attr_output: AttrOutput) -> AttrOutput:
 
 def _depends_on(attr_output: AttrOutput, output: Tensor) -> bool:
     with torch.enable_grad():
-        return attr_output(output.detach().clone().requires_grad_()).requires_grad
+        return attr_output(output.detach().requires_grad_().clone()).requires_grad
 
 
 def is_attr_output(target: Target, output: Tensor) -> bool:
@@ -75,7 +76,7 @@ def is_attr_output(target: Target, output: Tensor) -> bool:
         return True
     if not callable(target) or output.ndim < 2:
         return False
-    value = target(output)
+    value = target(output.clone())
     if not isinstance(value, Tensor) or value.shape != output.shape:
         return False
     return output.numel() != len(output) or not _depends_on(target, output)
@@ -147,13 +148,14 @@ def checked_start(attr_output: AttrOutput) -> AttrOutput:
                 f"the model must return a tensor, got {type(output).__name__}; wrap the model in a module "
                 "that returns the scores"
             )
-        value: Any = attr_output(output)
+        value: Any = attr_output(output.clone())
         if not isinstance(value, Tensor) or value.shape != output.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"attr_output must have the output's shape {tuple(output.shape)}, got {got}; for one class "
                 "pass a row with a one in its place for each example"
             )
+        value = value.clone() if value.is_inference() else value  # a graph may need it
         return value.to(device=output.device, dtype=output.dtype)
 
     return start

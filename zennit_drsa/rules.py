@@ -207,7 +207,8 @@ class ForwardRule(Hook):  # type: ignore[misc]
     """Zennit hook for a rule that is written as a graph of ordinary operations, built in the forward pass.
 
     Unlike Zennit's `BasicHook`, which computes its denominators anew in each backward pass, all backward
-    passes share one forward graph: K maps cost K backward passes, and no forward pass more.
+    passes share one forward graph: K maps cost K backward passes, and no forward pass more. While the hook is
+    not active (`Composite.inactive`), forward passes are those of the module itself.
     """
 
     def register(self, module: nn.Module) -> Any:
@@ -259,12 +260,12 @@ class GeneralizedGamma(ForwardRule):
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where gradients turn into relevance."""
         (a,) = input
-        return TimesInput.apply(a, a.detach()) if a.requires_grad else None
+        return TimesInput.apply(a, a.detach()) if a.requires_grad and is_active(self) else None
 
     def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         """Replace the output by one of the same value whose backward pass follows the rule."""
         (a,) = input
-        if not a.requires_grad:
+        if not (a.requires_grad and is_active(self)):
             return None
         z = output
         if not self.gamma:
@@ -321,7 +322,7 @@ class BoundedInput(ForwardRule):
     def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         """Replace the output by one of the same value whose backward pass follows the rule."""
         (x,) = input
-        if not x.requires_grad:
+        if not (x.requires_grad and is_active(self)):
             return None
         values = x.detach()
         low, high = (_bound(bound, name, x) for name, bound in _named(self))
@@ -351,7 +352,7 @@ class PassLarge(ForwardRule):
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where relevance is dropped."""
         (z,) = input
-        return DropSmall.apply(z, self.threshold) if z.requires_grad else None
+        return DropSmall.apply(z, self.threshold) if z.requires_grad and is_active(self) else None
 
     def copy(self) -> PassLarge:
         """A hook of the same parameters for another module."""
@@ -389,8 +390,12 @@ def _named(rule: PixelBox | BoundedInput) -> tuple[tuple[str, Bound], tuple[str,
 
 
 def _bound(bound: Bound, name: str, x: Tensor) -> Tensor:
+    value = torch.as_tensor(bound, dtype=x.dtype, device=x.device)
+    if value.ndim == 4 and value.numel() == value.shape[1]:
+        # One number per channel, as for images; broadcast as it is, it would be one per frame of a clip.
+        value = value.view(1, -1, *[1] * (x.ndim - 2))
     try:
-        return torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x)
+        return value.expand_as(x)
     except RuntimeError as error:
         raise ValueError(
             f"{name} must be broadcastable to the input of shape {tuple(x.shape)}, "

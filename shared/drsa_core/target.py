@@ -48,7 +48,7 @@ def select_scores(output: object, target: Target, n_examples: int | None = None)
             f"{tuple(output.shape)}; explain a model that scores each example by itself"
         )
     if callable(target):
-        score: object = target(output)
+        score: object = target(output.clone())  # it may write into what it gets
         what = "the callable target"
     else:
         what = f"target {_shown(target)}"
@@ -76,8 +76,11 @@ def _scores_of_object(output: object, target: Callable[[Any], Any], n_examples: 
     return score.reshape(-1)
 
 
-def gradient_at_output(output: object, target: Target) -> Tensor:
-    """∂y/∂output, of the output's shape: a one in the place of the target, for an index."""
+def gradient_at_output(output: object, target: Target, n_examples: int | None = None) -> Tensor:
+    """∂y/∂output, of the output's shape: a one in the place of the target, for an index.
+
+    `n_examples` as in `select_scores`.
+    """
     if not isinstance(output, Tensor):
         raise TypeError(
             f"the model must return a tensor, got {type(output).__name__}; wrap the model in a module that "
@@ -85,7 +88,7 @@ def gradient_at_output(output: object, target: Target) -> Tensor:
         )
     with torch.enable_grad():
         leaf = output.detach().clone().requires_grad_()
-        score = select_scores(leaf, target)
+        score = select_scores(leaf, target, n_examples)
         gradient = None
         if score.requires_grad:
             (gradient,) = torch.autograd.grad(score.sum(), leaf, allow_unused=True)

@@ -16,6 +16,7 @@ from captum.attr import (
     IntegratedGradients,
     KernelShap,
     LayerGradientXActivation,
+    LayerIntegratedGradients,
     NoiseTunnel,
     Saliency,
     ShapleyValueSampling,
@@ -97,6 +98,76 @@ def test_additional_arguments_without_a_batch_axis(method, n: int, weights: Tens
     )
     found = direct.attribute(x, target=target, additional_forward_args=weights)
     assert_same(found, bound.attribute(x, target=target))
+
+
+@pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.parametrize("finish", [lambda z: 1e-7 * z, lambda z: (z * 3 + z.new_tensor([12, 0])).softmax(1)])
+def test_additional_arguments_without_a_batch_axis_where_scores_are_small_or_sure(
+    finish, target: int
+) -> None:
+    """Whatever the examples get, their scores differ by less than 1e-5."""
+
+    class Finished(Weighted):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            scores: Tensor = finish(super().forward(x, weights))
+            return scores
+
+    model, x, weights = Finished(), images(2), torch.tensor([1.0, 3.0])
+    direct = DisentangledAttribution(InputXGradient(model), "net.features.4", subspaces(8), "shapley")
+    bound = DisentangledAttribution(
+        InputXGradient(lambda x: model(x, weights)), model.net.features[4], subspaces(8), "shapley"
+    )
+    torch.manual_seed(0)
+    found = direct.attribute(x, target=target, additional_forward_args=weights)
+    torch.manual_seed(0)
+    assert_same(found, bound.attribute(x, target=target))
+
+
+class OverSet(nn.Module):
+    """Scores times the sum over a set (M, 8), which is the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # Without a bias: the activation of the baseline 0 is 0.
+        self.below, self.act, self.head = nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, members: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.act(self.below(x)) * members.sum(0))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (IntegratedGradients, {"n_steps": 5}),
+        (FeatureAblation, {"perturbations_per_eval": 3}),
+        (DeepLift, {}),
+        (lambda model: NoiseTunnel(InputXGradient(model)), {"nt_samples": 4, "stdevs": 0.0}),
+    ],
+    ids=["integrated_gradients", "ablation", "deep_lift", "noise_tunnel"],
+)
+@pytest.mark.parametrize("target", [1, lambda output: output[:, 1]], ids=["index", "function"])
+def test_the_whole_map_with_an_argument_that_is_the_same_for_all(method, options, target) -> None:
+    """Captum repeats it with the inputs, so that the sum was that of several sets."""
+    model, x, members = OverSet(), torch.rand(3, 6), torch.rand(7, 8)
+    da = DisentangledAttribution(method(model), "act", subspaces(8), "gradient")
+    explanation = da.explain(x, target, additional_forward_args=members, **options)
+    if explanation.whole is not None:
+        # Above the layer the network is linear, so that the maps add up to the whole.
+        assert_same(explanation.maps.sum(1), explanation.whole)
+    assert "forward" not in vars(model)
+
+
+def test_contexts_of_a_layer_attributor_with_an_argument_that_is_the_same_for_all() -> None:
+    model, x, members = OverSet(), torch.rand(3, 6), torch.rand(7, 8)
+
+    def context(method: Any) -> Tensor:
+        da = DisentangledAttribution(InputXGradient(model), "act", subspaces(8), method)
+        a, c = da.context(x, 1, additional_forward_args=members)
+        return torch.where(a != 0, c, 0)
+
+    assert_same(context(LayerIntegratedGradients(model, model.act)), context("gradient"))
 
 
 def test_additional_arguments_whose_first_and_last_rows_are_the_same() -> None:

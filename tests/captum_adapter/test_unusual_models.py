@@ -143,3 +143,31 @@ def test_threads_wait_for_each_other() -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 9
+
+
+@pytest.mark.parametrize("context", ["integrated_gradients", "shapley"])
+def test_small_scores_of_a_model_that_takes_the_batch_size_from_its_input(context: str) -> None:
+    """Given activations for one input, its attention would be over the tokens of all of them."""
+
+    class Attention(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.below, self.act, self.head = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)
+            self.scale = scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.act(self.below(x))
+            tokens = 3 * h.reshape(len(x), -1, 4)
+            tokens = (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
+            scores: Tensor = self.head(tokens.reshape(h.shape).mean(1)) * self.scale
+            return scores
+
+    def contexts(scale: float) -> Tensor:
+        da = DisentangledAttribution(
+            IntegratedGradients(Attention(scale)), "act", context_method=context, channel_dim=-1
+        )
+        torch.manual_seed(0)
+        return da.context(torch.randn(2, 3, 3), 1)[1] / scale
+
+    assert_same(contexts(2.0**-24), contexts(1.0))

@@ -201,6 +201,27 @@ def test_bounds_are_taken_alike(composite):
             composite(**wrong)
 
 
+@pytest.mark.parametrize(
+    "shape", [(7,), (3, 5, 5), (4, 5, 5)], ids=["signals", "three_frames", "four_frames"]
+)
+@pytest.mark.parametrize("composite", [ConvNetGamma, VGGGamma])
+def test_mean_and_std_are_those_of_channels_whatever_the_number_of_axes(composite, shape):
+    torch.manual_seed(0)
+    convolution = {1: nn.Conv1d, 3: nn.Conv3d}[len(shape)](3, 4, 3)
+    model = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.LazyLinear(5)).eval()
+    mean, std = (t.view(1, 3, *[1] * len(shape)) for t in (MEAN, STD))
+    x = (torch.rand(2, 3, *shape) - mean) / std
+    model(x)
+    maps = [
+        Gradient(model, rules)(x.clone(), torch.eye(5)[[1, 2]])[1]
+        for rules in (
+            composite(mean=MEAN.flatten(), std=STD.flatten()),
+            composite(low=(0 - mean) / std, high=(1 - mean) / std),
+        )
+    ]
+    torch.testing.assert_close(*maps, rtol=1e-4, atol=1e-6)
+
+
 def test_low_and_high_of_vgg_are_those_of_mean_and_std():
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.Flatten()]

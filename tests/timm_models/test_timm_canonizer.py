@@ -13,11 +13,15 @@ from tests.model_state import model_state
 from .zoo import explain, image, normed, timm, without_biases
 
 from zennit.canonizers import SequentialMergeBatchNorm  # isort: skip
-from zennit.composites import EpsilonGammaBox, EpsilonPlus, LayerMapComposite, layer_map_base  # isort: skip
+from zennit.attribution import Gradient  # isort: skip
+from zennit.composites import BetaSmooth, EpsilonGammaBox, EpsilonPlus, GuidedBackprop  # isort: skip
+from zennit.composites import LayerMapComposite, layer_map_base  # isort: skip
+from zennit.core import Composite  # isort: skip
 from zennit.layer import Sum  # isort: skip
 from zennit.rules import Epsilon  # isort: skip
 from zennit.types import Convolution  # isort: skip
-from zennit_drsa import TimmCanonizer  # isort: skip
+from zennit_drsa import DisentangledAttributor, DisentangledComposite, NFNetCanonizer  # isort: skip
+from zennit_drsa import TimmCanonizer, TransformerCanonizer, TransformerGamma  # isort: skip
 
 # All of the families that are supported, the smallest of each kind of block.
 MODELS = {
@@ -230,3 +234,40 @@ def test_subclasses_that_inherit_forward_are_canonized_like_their_parents():
     sums = sum(isinstance(module, Sum) for module in model.modules())
     instance.remove()
     assert sums == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "canonizer", "layer", "dim"),
+    [
+        ("test_efficientnet", TimmCanonizer, "conv_stem", 1),
+        ("test_nfnet", NFNetCanonizer, "stem", 1),
+        ("test_vit", TransformerCanonizer, "blocks.1", -1),
+    ],
+)
+@pytest.mark.parametrize("rules", [Composite, GuidedBackprop, BetaSmooth])
+def test_gradients_need_a_model_whose_backward_pass_is_one(name, canonizer, layer, dim, rules):
+    model, x = timm.create_model(name, num_classes=5).eval(), image(160)
+    before = model_state(model)
+    run = DisentangledAttributor(Gradient(model, rules(canonizers=[canonizer()])), layer, channel_dim=dim)
+    with pytest.raises(ValueError, match=f"{canonizer.__name__} makes modules .* hand relevance on"):
+        run.context(x, 1)
+    filtered = DisentangledComposite(rules(canonizers=[canonizer()]), layer, None, channel_dim=dim)
+    with pytest.raises(ValueError, match="Leave the canonizer out"):
+        filtered.register(model)
+    assert model_state(model) == before
+
+
+def test_a_canonizer_that_leaves_gradients_as_they_are_goes_with_them():
+    model, x = timm.create_model("test_resnet", num_classes=5).eval(), image(160)
+    canonized = DisentangledAttributor(Gradient(model, BetaSmooth(canonizers=[TimmCanonizer()])), "layer1")
+    plain = DisentangledAttributor(Gradient(model, BetaSmooth()), "layer1")
+    torch.testing.assert_close(canonized.context(x, 1)[1], plain.context(x, 1)[1], rtol=1e-3, atol=1e-6)
+
+
+def test_inactive_rules_do_not_carry_relevance():
+    model, x = timm.create_model("test_vit", num_classes=5).eval(), image(160)
+    run = DisentangledAttributor(Gradient(model, TransformerGamma()), "blocks.1", channel_dim=-1)
+    with run:
+        run.context(x, 1)
+        with run.inactive(), pytest.raises(ValueError, match="no rule that carries relevance is active"):
+            run.context(x, 1)

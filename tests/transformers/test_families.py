@@ -193,6 +193,20 @@ def test_noise_on_padding_is_refused(backend):
     assert run.explain(x[1:, :3], 3).maps.shape == (1, 4, 3, 12)  # alone, it has no padding
 
 
+def test_noise_of_gradient_shap_on_padding_is_refused():
+    attr = pytest.importorskip("captum.attr")
+    from captum_drsa import DisentangledAttribution
+
+    case = CASES["Bert mean"]
+    model = case.model()
+    x = case.inputs(model)
+    run = DisentangledAttribution(attr.GradientShap(model), case.layer, subspaces(), channel_dim=-1)
+    options: dict[str, Any] = {"baselines": torch.zeros_like(x[:1]), "n_samples": 2}
+    with pytest.raises(ValueError, match="noise would make words of it"):
+        run.attribute(x, target=3, stdevs=(1e-3,), **options)
+    assert not run.attribute(x, target=3, **options)[1, :, 3:].any()  # by default it has none
+
+
 def test_sentence_types_are_part_of_the_input():
     inner = CASES["Bert logits"].model().model
     ids, _ = sentences(1)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from drsa_core import context_from_relevance
+from drsa_core import Subspaces, context_from_relevance
 from torch import Tensor, nn
 from zennit.attribution import Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.composites import EpsilonAlpha2Beta1, EpsilonGammaBox, EpsilonPlus, LayerMapComposite
 from zennit.core import BasicHook
-from zennit.rules import Epsilon
+from zennit.rules import Epsilon, ReLUDeconvNet, ReLUGuidedBackprop
 from zennit.types import Linear
 
 from tests.closeness import assert_same
@@ -139,6 +139,35 @@ def test_integrated_gradients_in_two_steps():
     expected = by_hand(a - lower(model, torch.zeros_like(input)), blocks, context)
     error = (maps.flatten(2).sum(2) - expected).abs().max()
     assert error <= 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("rule", [ReLUGuidedBackprop, ReLUDeconvNet])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_two_steps_under_rules_that_drop_what_is_negative(rule, chunk):
+    """What passes of the whole relevance passes of its parts, so that these add up to the undivided one."""
+    model, input = small_model(), small_input()
+
+    def maps(blocks: Subspaces) -> Any:
+        wrapped = IntegratedGradients(model, LayerMapComposite([(nn.ReLU, rule())]), n_iter=3)
+        run = DisentangledAttributor(wrapped, "act", blocks, context_steps=3, tolerance=1, chunk=chunk)
+        return run(input, TARGET)[1]
+
+    torch.testing.assert_close(maps(subspaces(6)).sum(1), maps(subspaces(6, 1))[:, 0])
+
+
+@pytest.mark.parametrize("composite", [EpsilonPlus, ConvNetGamma, lambda: ConvNetGamma(low=-3.0, high=3.0)])
+def test_an_inactive_composite_leaves_plain_gradients(composite):
+    model, input, blocks = small_model(), small_input(), subspaces(6)
+    expected = DisentangledAttributor(Gradient(model), "pool", blocks, tolerance=1)(input, TARGET)[1]
+    run = DisentangledAttributor(Gradient(model, composite()), "pool", blocks, tolerance=1)
+    with run:
+        under_rules = run(input, TARGET)[1]
+        with run.inactive():
+            # Zennit merges batch norms up to their eps.
+            torch.testing.assert_close(run(input, TARGET)[1], expected, rtol=1e-4, atol=0)
+            torch.testing.assert_close(run.explain(input, [1, 4]).maps, expected, rtol=1e-4, atol=0)
+        assert_same(run(input, TARGET)[1], under_rules)
+    assert not torch.allclose(under_rules, expected)
 
 
 @pytest.mark.parametrize("composite", ["none", "plus"])

@@ -233,6 +233,8 @@ def test_inference_mode_and_compiled_models(attributor) -> None:
     expected = maps(model)
     with torch.inference_mode():
         assert_same(maps(model), expected)
+        run = DisentangledAttributor(attributor(model), "pool", subspaces(6), **options)
+        assert_same(run(input, TARGET.clone())[1], expected)  # the start is an inference tensor, too
     compiled: Any = torch.compile(model, backend="eager")
     compiled(input)  # warm
     assert_same(maps(compiled), expected)

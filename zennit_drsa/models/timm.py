@@ -9,7 +9,7 @@ from drsa_core.lrp import passing
 from drsa_core.lrp.nfnet_canonizer import KNOWN_GATES
 from torch import Tensor, nn
 
-from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..canonizer import NetworkCanonizer, add, kind
 from ..families import canonizer
 
 FAMILIES = {
@@ -103,7 +103,7 @@ class TimmCanonizer(NetworkCanonizer):
         elif known in _FORWARDS:
             self._sum(module, _FORWARDS[known](module))
         elif known in ("LayerNorm", "LayerNorm2d"):
-            self._forward(module, layer_norm_forward(module))
+            self._norm(module)
         elif known == "FastAdaptiveAvgPool":
             self._replace_by_avg_pool(module)
         elif known in ("LayerScale", "LayerScale2d", "DropPath") or _is_timm_activation(module):

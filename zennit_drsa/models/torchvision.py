@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from zennit.canonizers import Canonizer
 
-from ..canonizer import NetworkCanonizer, add, kind, layer_norm_forward
+from ..canonizer import NetworkCanonizer, add, kind
 from ..families import canonizer
 
 FAMILIES = {
@@ -76,7 +76,7 @@ class TorchvisionCanonizer(NetworkCanonizer):
         self._merge_norms(name, module)
         known = kind(module).__name__
         if known in ("LayerNorm", "LayerNorm2d"):
-            self._forward(module, layer_norm_forward(module))
+            self._norm(module)
         elif _is(module, *_BLOCKS):
             branch = _BLOCKS[known](module)
             if branch is not None:

@@ -44,6 +44,8 @@ class TransformerCanonizer(NetworkCanonizer):
         its own derivative.
     """
 
+    carries_relevance = True
+
     def __init__(self, attention: str = ATTENTION) -> None:
         super().__init__()
         self.attention = checked_reading(attention)

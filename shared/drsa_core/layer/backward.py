@@ -63,7 +63,7 @@ class BackwardPass:
         self._cut = Cut(is_connected=create_graph)
         with torch.enable_grad():
             self.output: Tensor = replace(request, inputs=inputs).run(self._cut)
-            explained = request.select(self.output).sum() if start is None else self.output
+            explained = request.scores(self.output).sum() if start is None else self.output
             self.gradient_slot, around = gradients_at_cut(
                 explained,
                 self._cut.above,

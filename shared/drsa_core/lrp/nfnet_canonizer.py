@@ -36,6 +36,7 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
     """
 
     keeps_output = True  # see `zennit_drsa.composite.GuardedComposite.may_change_output`
+    carries_relevance = True  # see `zennit_drsa.canonizer.NetworkCanonizer`
 
     def __init__(self) -> None:
         super().__init__()
