@@ -86,6 +86,30 @@ def test_many_subspaces_at_a_time_are_as_each_alone(x: Tensor) -> None:
     assert model_state(network) == before
 
 
+class ByInput(nn.Module):
+    """Takes the number of examples from its input: other batches above the layer would be mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.head = nn.Conv2d(2, 6, 3, padding=1), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_example = self.below(x).relu().reshape(len(x), -1, 6, 16)
+        y: Tensor = self.head(by_example.mean((1, 3)))
+        return y
+
+
+def test_models_that_know_the_batch_size_are_run_as_a_whole(x: Tensor) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = ByInput().eval()
+    for wrapper in wrappers(network):
+        alone = concept_ablation(wrapper, x, 1)
+        (found,) = compare_ablations(wrapper, x, 1, [blocks()])
+        torch.testing.assert_close(found.drop, alone.drop)
+        torch.testing.assert_close(found.score, alone.score)
+
+
 def test_drop_is_the_literal_one(x: Tensor) -> None:
     """Image by image, position by position: a − U_kU_kᵀa, or a − U_kU_kᵀ(a − ā), and the layers above."""
     network, subspaces = model(nonlinear=True), blocks()

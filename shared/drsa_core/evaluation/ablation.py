@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..explainer import Explainer, single_input
-from ..layer import Inputs, check_fits, guarded, sum_over_positions
+from ..layer import Inputs, UpperNetwork, check_fits, guarded, sum_over_positions
 from ..parameters import as_int
 from ..subspaces import Subspaces
 from ..target import Target, check_length, targets_of_batch
@@ -113,9 +113,9 @@ def compare_ablations(
 ) -> list[ConceptAblation]:
     """`concept_ablation` of many subspaces in one go, image by image.
 
-    An image costs one context, one forward pass, and a pass through the network above the layer for each
-    concept, whereas `concept_ablation` runs the whole network for each. The model must take other batch sizes
-    above the layer than below; one that bypasses the layer may not.
+    An image costs one context, two forward passes, and a pass through the network above the layer for each
+    concept, whereas `concept_ablation` runs the whole network for each. Only a model that does not take other
+    batch sizes above the layer than below is run as a whole (see `UpperNetwork`).
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def compare_ablations(
             for of_method, method in zip(relevances, subspaces, strict=True):
                 check_fits(activation, method.n_features, explainer.layer_name, dim)
                 of_method.append(sum_over_positions(method.relevance(activation, context, dim), dim).detach())
-            scores.append(_scores_without(explainer, image, target, subspaces))
+            scores.append(_scores_without(explainer, image, target, activation, subspaces))
 
     explainer._in_context(ablate)
     check_finite(torch.stack(scores), "the scores without a concept")
@@ -155,18 +155,16 @@ def compare_ablations(
 
 
 def _scores_without(
-    explainer: Explainer, image: Tensor, target: int, subspaces: Sequence[Subspaces]
+    explainer: Explainer, image: Tensor, target: int, activation: Tensor, subspaces: Sequence[Subspaces]
 ) -> Tensor:
     """Scores of one image: as it is, then without each block of each of the subspaces."""
-    request, dim = explainer._request(image, target), explainer.channel_dim
-
-    def rows(a: Tensor) -> Tensor:
-        cut = [a - method.project(a, k, dim) for method in subspaces for k in range(method.n_subspaces)]
-        return torch.cat([a, *cut])
+    request, a, dim = explainer._request(image, target), activation.detach(), explainer.channel_dim
+    cut = [a - method.project(a, k, dim) for method in subspaces for k in range(method.n_subspaces)]
 
     def run() -> Tensor:
         with torch.no_grad():
-            return request.select(request.run(rows))
+            upper = UpperNetwork(request, a, request.select(request.run(lambda a: a)))
+            return upper(torch.cat([a, *cut]))
 
     return guarded(explainer._known_model(), run)
 
