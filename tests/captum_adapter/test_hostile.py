@@ -170,6 +170,27 @@ def test_contexts_of_a_layer_attributor_with_an_argument_that_is_the_same_for_al
     assert_same(context(LayerIntegratedGradients(model, model.act)), context("gradient"))
 
 
+class Scaled(OverSet):
+    """Activations times a number of each example; one row alone is rounded otherwise than several."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = self.act(self.below(x)) * scale[:, None]
+        scores: Tensor = self.head(hidden) * (1 + 1e-6 * (len(hidden) == 1))
+        return scores
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_equal_rows_of_additional_arguments_belong_to_the_examples(n: int) -> None:
+    """If they were the same for all, an example alone would have n scores: the right one, n times."""
+    model, x, ones = Scaled(), torch.rand(n, 6), torch.ones(n)
+    da = DisentangledAttribution(
+        IntegratedGradients(model), "act", subspaces(8), context_method="integrated_gradients"
+    )
+    maps = da.attribute(x, target=1, additional_forward_args=ones, n_steps=3)
+    alone = da.attribute(x[:1], target=1, additional_forward_args=ones[:1], n_steps=3)
+    assert_same(maps[:1], alone)
+
+
 def test_additional_arguments_whose_first_and_last_rows_are_the_same() -> None:
     """Only the second example tells that its row is not its own: it would be scaled by 3."""
 

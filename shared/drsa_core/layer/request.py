@@ -204,7 +204,8 @@ def with_batch_axes(request: Request) -> Request:
 def _difference(request: Request, expected: Tensor, examples: Sequence[int]) -> float:
     """Largest difference between the scores of examples alone and in the batch, relative to these.
 
-    Those of the batch that are far below the largest count as 1 % of it. Infinite if there are no scores.
+    Those of the batch that are far below the largest count as 1 % of it. Infinite if there are no scores, or
+    not one for each example: rows of arguments that are meant for others give further ones.
     """
     largest, sizes = 0.0, expected.abs().double()
     sizes = sizes.clamp(min=max(1e-2 * float(sizes.max()), 1e-300))
@@ -213,6 +214,8 @@ def _difference(request: Request, expected: Tensor, examples: Sequence[int]) -> 
             part = request.example(i) if len(request) > 1 else request.repeated(2)
             score = part.select(part.forward(*copies((*part.inputs, *part.args))))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            return math.inf
+        if len(score) != len(part):
             return math.inf
         difference = float(((score - expected[i]).double() / sizes[i]).abs().max())
         if not math.isfinite(difference):
