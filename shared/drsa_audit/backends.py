@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from captum.attr import Attribution, InputXGradient, IntegratedGradients, ShapleyValueSampling
@@ -20,8 +20,6 @@ from zennit_drsa import DisentangledAttributor
 from zennit_drsa.explained import start_of_target
 
 from .networks import Network
-
-_T = TypeVar("_T")
 
 PATCH = 16  # Shapley values are those of patches (Note D)
 # Permutations and steps on the input of Note D, where a method has them.
@@ -189,7 +187,8 @@ class Captum:
     def explanation(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Explanation:
         """As in `Backend`."""
         wrapped, options = self.explainer(subspaces), self._options(inputs)
-        found = self._repeatable(lambda: wrapped.explain(self._leaf(inputs), target, **options))
+        with repeatable():
+            found = wrapped.explain(self._leaf(inputs), target, **options)
         shares = self._shares(inputs)
         whole = None if found.whole is None else found.whole / shares
         return replace(found, maps=found.maps / shares, whole=whole)
@@ -197,7 +196,8 @@ class Captum:
     def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
         wrapped = self.explainer(subspaces)
-        return self._repeatable(lambda: wrapped.concept_relevance(self._leaf(inputs), target).detach())
+        with repeatable():
+            return wrapped.concept_relevance(self._leaf(inputs), target).detach()
 
     def attribute(self, inputs: Tensor, target: int) -> Tensor:
         """As in `Backend`."""
@@ -224,9 +224,8 @@ class Captum:
     def _attribute(self, method: Attribution, inputs: Tensor, target: int) -> Tensor:
         """The method's maps, of whatever it wraps."""
         options = self._options(inputs)
-        maps: Tensor = self._repeatable(
-            lambda: method.attribute(self._leaf(inputs), target=target, **options).detach()
-        )
+        with repeatable():
+            maps: Tensor = method.attribute(self._leaf(inputs), target=target, **options).detach()
         return maps / self._shares(inputs)
 
     def _leaf(self, inputs: Tensor) -> Tensor:
@@ -246,8 +245,3 @@ class Captum:
             return 1
         mask = patch_mask(inputs, PATCH)
         return torch.bincount(mask.flatten())[mask] * inputs.shape[1]
-
-    def _repeatable(self, work: Callable[[], _T]) -> _T:
-        """Every call meets the same permutations."""
-        with repeatable():
-            return work()

@@ -16,9 +16,7 @@ from . import options
 @click.option("--test", required=True, type=options.folder, help="images to show concepts on")
 @options.target_option
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="the HTML file")
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="folder for what is done  [default: OUT ending in .drsa]"
-)
+@options.work_option
 @options.layer_option
 @options.backend_options
 @options.fit_options

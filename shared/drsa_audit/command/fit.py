@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 @click.option("--train", required=True, type=options.folder, help="images to learn concepts from")
 @options.target_option
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="the .safetensors file")
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="folder for what is done  [default: OUT ending in .drsa]"
-)
+@options.work_option
 @options.layer_option
 @options.backend_options
 @options.fit_options

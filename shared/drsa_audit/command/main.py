@@ -24,7 +24,7 @@ class Group(click.Group):
     """Commands whose errors are one line on stderr."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Without a word, the help; click's own would become one line of error."""
+        """Show the help where no command is given; `main` would make one line of error of click's own."""
         return super().parse_args(ctx, args or ["--help"])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

@@ -81,6 +81,9 @@ model_options = combined(
 target_option = click.option(
     "--target", required=True, metavar="CLASS", help="the class, by name or by number of the output"
 )
+work_option = click.option(
+    "--work", type=click.Path(path_type=Path), help="folder for what is done  [default: OUT ending in .drsa]"
+)
 layer_option = click.option(
     "--layer", help="where concepts are found  [default: the suggested one, see `drsa layers`]"
 )
