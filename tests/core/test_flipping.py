@@ -1,4 +1,4 @@
-"""Patch flipping: hand-computed curves, the union rule, fills, and bad input."""
+"""Patch flipping: hand-computed curves, the union rule, and bad input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from drsa_core.evaluation import (
     removal_counts,
     removal_ranks,
 )
-from drsa_core.evaluation.pace import Pace, probe
 from torch import Tensor, nn
 
 IDENTITY = (0.0, 1.0)  # inputs are pixels; the network's zero is black
@@ -205,117 +204,6 @@ def test_patches_at_the_edge_are_smaller_and_a_warning_says_so() -> None:
     assert grid[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
-# ---------------------------------------------------------------------- fills and preprocessing
-
-
-def test_telea_continues_what_surrounds_a_hole_and_keeps_the_rest() -> None:
-    image = np.full((3, 16, 16), 0.2)
-    image[0], image[:, 4:8, 4:8] = 0.6, 1.0
-    mask = np.zeros((16, 16), dtype=bool)
-    mask[4:8, 4:8] = True
-    filled = FILLS["telea"](image, mask, np.zeros(3))
-    expected = np.array([0.6, 0.2, 0.2])[:, None, None] * np.ones((3, 16, 16))
-    # OpenCV rounds inside: up to 2 of 255 steps away, where the hole itself was 102 steps away or more.
-    np.testing.assert_allclose(filled, expected, atol=2.01 / 255)
-    grey = FILLS["telea"](image[:1], mask, np.zeros(1))
-    np.testing.assert_allclose(grey, expected[:1], atol=2.01 / 255)
-
-
-def test_nothing_of_an_image_that_is_removed_altogether_comes_back() -> None:
-    """OpenCV returns an image that is masked everywhere as it came."""
-    image = np.random.default_rng(0).random((3, 8, 8))
-    neutral = np.array([0.1, 0.2, 0.3])
-    for name in ("telea", "mean", "constant"):
-        filled = FILLS[name](image, np.ones((8, 8), dtype=bool), neutral)
-        np.testing.assert_allclose(filled, neutral[:, None, None] * np.ones((3, 8, 8)))
-
-
-def test_mean_and_blur() -> None:
-    image = np.zeros((1, 4, 4))
-    image[0, :, 2:] = [[0.5, 1.0]]
-    mask = np.zeros((4, 4), dtype=bool)
-    mask[:, 3] = True
-    assert FILLS["mean"](image, mask, np.zeros(1))[0, 0, 3] == pytest.approx(0.5 / 3)
-    large, hole = np.full((3, 1024, 1024), 0.9, dtype=np.float32), np.eye(1024, dtype=bool)
-    assert FILLS["mean"](large, hole, np.zeros(3))[:, 0, 0] == pytest.approx(0.9, abs=1e-5)
-    blurred = FILLS["blur"](image, mask, np.zeros(1))
-    assert blurred.std() < 0.1 * image.std()
-    assert image.min() < blurred.min() <= blurred.max() < image.max()
-
-
-@pytest.mark.parametrize(
-    ("fill", "scores"),
-    [
-        # Pixels are all 1, neutral is 0: what is left fills a hole with 1, an empty image becomes neutral.
-        ("telea", [3.0, 3, 0]),
-        ("mean", [3.0, 3, 0]),
-        ("blur", [3.0, 3, 3]),
-        ("constant", [3.0, 1, 0]),
-        (lambda image, mask, neutral: 0.5 * image, [3.0, 2, 1.5]),
-    ],
-)
-def test_fills_by_name_and_as_functions(fill, scores: list[float]) -> None:
-    weight = contributions([2.0, 1.0])
-    curves = flip(weight, weight[None], fill=fill)
-    # 1e-6: pixels are filled in float32.
-    torch.testing.assert_close(curves.scores, torch.tensor([scores], dtype=torch.float64), rtol=0, atol=1e-6)
-
-
-def test_every_fill_has_a_name_that_is_tested() -> None:
-    assert set(FILLS) == {"telea", "mean", "blur", "constant"}
-
-
-def test_mean_and_std_or_a_pair_of_functions() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean, std = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
-    pixels = torch.rand(2, 3, 8, 8, generator=generator, dtype=torch.float64)
-    shift, scale = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (mean, std))
-    inputs = (pixels - shift) / scale
-    maps = torch.randn(2, 3, 8, 8, generator=generator)
-    model = Linear(torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)).eval()
-    by_numbers = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4)
-    functions = Preprocessing(lambda x: x * scale + shift, lambda x: (x - shift) / scale)
-    by_functions = patch_flipping(model, inputs, maps, 0, functions, patch_size=4)
-    torch.testing.assert_close(by_numbers.scores, by_functions.scores, rtol=0, atol=1e-12)
-    # Nothing left: the network sees 0.
-    constant = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4, fill="constant")
-    torch.testing.assert_close(constant.scores[:, -1], torch.zeros(2, dtype=torch.float64), atol=1e-6, rtol=0)
-    torch.testing.assert_close(constant.scores[:, 0], model(inputs)[:, 0].clamp(min=0), rtol=0, atol=1e-12)
-
-
-def test_functions_may_write_into_what_they_are_given() -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.rand(2, 3, 16, 16, generator=generator, dtype=torch.float64) * 4 - 2
-    maps = torch.randn(2, 2, 3, 16, 16, generator=generator)
-    model, before = (
-        Linear(torch.rand(3, 16, 16, generator=generator, dtype=torch.float64)).eval(),
-        inputs.clone(),
-    )
-
-    def fill(image, mask, neutral):
-        filled = image.copy()
-        filled[:, mask] = image.mean()
-        return filled
-
-    def careless_fill(image, mask, neutral):
-        image[:, mask] = image.mean()
-        mask[:], neutral[:] = False, 0
-        return image
-
-    careful = patch_flipping(model, inputs, maps, 0, (0.5, 0.25), patch_size=4, fill=fill)
-    careless = patch_flipping(
-        model,
-        inputs,
-        maps,
-        0,
-        Preprocessing(lambda x: x.mul_(0.25).add_(0.5), lambda x: x.sub_(0.5).div_(0.25)),
-        patch_size=4,
-        fill=careless_fill,
-    )
-    assert torch.equal(inputs, before)
-    torch.testing.assert_close(careless.scores, careful.scores, rtol=0, atol=1e-12)
-
-
 # ---------------------------------------------------------------------- bad input
 
 
@@ -400,76 +288,3 @@ def test_an_error_in_the_network_ends_the_workers_and_leaves_the_model() -> None
         patch_flipping(failing, torch.ones(1, 1, 4, 8), weight[None], 0, IDENTITY, patch_size=4, batch_size=1)
     assert calls == [1, 1]
     assert torch.equal(model.weight, weight)
-
-
-# ---------------------------------------------------------------------- batch size and memory format
-
-
-class Layout(nn.Module):
-    """A convolution, and then something that does not take channels-last as it takes other inputs."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.convolution, self.kind = nn.Conv2d(3, 4, 3, padding=1), kind
-        self.head = nn.Linear(4 * 16 * 16, 2)
-        self.formats: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.formats.append(x.is_contiguous(memory_format=torch.channels_last))
-        a = self.convolution(x)
-        if self.kind == "strides":  # wrong in channels-last, and no error
-            a = a.as_strided((len(a), 4 * 16 * 16), (4 * 16 * 16, 1))
-        else:
-            a = a.view(len(a), -1) if self.kind == "view" else a.flatten(1)
-        output: Tensor = self.head(a) + 10
-        return output
-
-
-@pytest.mark.parametrize(("kind", "tries_both"), [("plain", True), ("view", False), ("strides", False)])
-def test_batch_size_and_format_are_found_and_change_nothing(kind: str, tries_both: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.rand(12, 3, 16, 16, generator=generator)
-    maps = torch.rand(12, 2, 3, 16, 16, generator=generator)
-    model = Layout(kind).eval()
-    strides = [parameter.stride() for parameter in model.parameters()]
-    options: dict[str, Any] = {"patch_size": 4, "schedule": "single", "fill": "mean"}
-    expected = patch_flipping(model, inputs, maps, 1, IDENTITY, batch_size=5, **options)
-    assert not any(model.formats)
-    model.formats.clear()
-    found = patch_flipping(model, inputs, maps, 1, IDENTITY, **options)
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-5, atol=1e-5)
-    assert any(model.formats[2:]) == tries_both  # the first two compare the formats
-    assert [parameter.stride() for parameter in model.parameters()] == strides
-
-
-def run_probe(seconds_of, formats=(torch.contiguous_format, torch.channels_last)) -> tuple[Pace, int]:
-    """What is chosen if a setting takes `seconds_of(size, format)`, and the batches until then."""
-    tries = probe(formats)
-    pace, n_batches = next(tries), 0
-    while True:
-        n_batches += 1
-        try:
-            pace = tries.send(seconds_of(pace.batch_size, pace.memory_format))
-        except StopIteration as found:
-            return found.value, n_batches
-
-
-def test_probe_climbs_to_the_fastest() -> None:
-    last = torch.channels_last
-    assert run_probe(lambda size, form: (form != last) + abs(size - 32))[0] == Pace(32, last)
-    assert run_probe(lambda size, form: (form == last) + size)[0] == Pace(1, torch.contiguous_format)
-    assert run_probe(lambda size, form: 1.0)[0].batch_size == 4  # noise alone does not decide
-    assert run_probe(lambda size, form: 1.0)[1] == 4 * 3  # two formats, one larger size, one smaller
-    assert run_probe(lambda size, form: 1 / size, (torch.contiguous_format,))[0].batch_size == 64
-
-
-def test_first_batches_warm_up_only() -> None:
-    seen: set[object] = set()
-
-    def seconds(size: int, form: object) -> float:
-        first = (size, form) not in seen
-        seen.add((size, form))
-        return 100.0 if first else float(size != 8)
-
-    assert run_probe(seconds)[0].batch_size == 8
