@@ -84,7 +84,7 @@ class LayerInfo:
         return math.prod(self.shape or (0,)) // max(1, self.n_features)
 
 
-def inspect_layers(model: nn.Module, example: Tensor, suggest: bool = True) -> list[LayerInfo]:
+def inspect_layers(model: nn.Module, example: Tensor, taken: str | None = None) -> list[LayerInfo]:
     """All modules in the order of their definition, with a suggestion.
 
     A layer suits concepts if it runs once, has at least eight features and four positions, if nothing goes
@@ -96,12 +96,13 @@ def inspect_layers(model: nn.Module, example: Tensor, suggest: bool = True) -> l
     ----------
     model : module
     example : tensor, shape (1, C, H, W)
-    suggest : bool
-        Whether to look for a suggestion, at the price of a few forward and backward passes.
+    taken : str, optional
+        Name of the layer that is taken in any case, the network's own, say. It then is the suggestion; to
+        look for one takes a few forward and backward passes.
     """
     found = guarded(model, lambda: _shapes(model, example))
-    if not suggest:
-        return found
+    if taken:
+        return [replace(info, is_suggested=info.name == taken) for info in found]
     tried: dict[str, bool] = {}
     for info in _by_preference([info for info in found if _suits(info)], example)[:MAX_TRIED]:
         tried[info.name] = is_cut(model, info.name, example)

@@ -145,7 +145,7 @@ def find_concept_layer(
         Axis of the features in its output, if the user says so.
     """
     name = layer or network.layer
-    layers = {info.name: info for info in inspect_layers(network.model, example, suggest=not name)}
+    layers = {info.name: info for info in inspect_layers(network.model, example, name)}
     if not name:
         found = suggested_layer(list(layers.values()))
         if found is None:

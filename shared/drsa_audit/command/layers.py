@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -33,9 +32,7 @@ def layers(**given: Any) -> None:
     network, n_outputs = open_model(options.model_settings(given))
     device = next(network.model.parameters()).device
     example = torch.zeros(1, 3, network.size, network.size, device=device)
-    found = inspect_layers(network.model, example, suggest=not network.layer)
-    if network.layer:  # what `drsa fit` takes for this network
-        found = [replace(info, is_suggested=info.name == network.layer) for info in found]
+    found = inspect_layers(network.model, example, network.layer)
     best = suggested_layer(found)
     result = {
         "outputs": n_outputs,
