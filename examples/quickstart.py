@@ -115,12 +115,15 @@ def report(explained: Sequence[Explained]) -> None:
             f"  relevance at the layer {total:.3g}:",
             ", ".join(f"{name} {part:.3g}" for name, part in zip(one.subspaces.names, parts, strict=True)),
         )
-        print(f"  the other {one.logit - total:.3g} of the logit is in biases above the layer or a baseline:")
-        print("  no pixel answers for it, so that little or less than nothing may be left for the map")
         print(
-            f"  relevance at the pixels {float(one.whole.sum()):.3g}; the sum of the concepts' maps differs"
+            f"  the other {one.logit - total:.3g} of the logit is in biases above the layer or a baseline, "
+            "for which no pixel answers"
         )
-        print(f"  from the standard map by at most {error:.1e} of its maximum")
+        print(
+            f"  relevance at the pixels: standard map {float(one.whole.sum()):.3g}, "
+            f"sum of the concepts' maps {float(one.maps.sum()):.3g}"
+        )
+        print(f"  at a pixel these two differ by at most {error:.1e} of the standard map's maximum")
 
 
 def main() -> None:
@@ -136,7 +139,8 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="a folder with photographs of one class instead")
     parser.add_argument("--rows", type=int, default=4, help="photographs of --images to explain (default: 4)")
     parser.add_argument("--attribution", choices=METHODS, default="lrp", help="default: %(default)s")
-    parser.add_argument("--layer", default="blocks.4", help="layer to split (default: %(default)s)")
+    # γ is 0 above the layer. Behind the last block that is one convolution, so that biases keep little there.
+    parser.add_argument("--layer", default="blocks.6", help="layer to split (default: %(default)s)")
     parser.add_argument("--concepts", type=int, default=4, help="number of concepts (default: %(default)s)")
     parser.add_argument("--crops", type=int, default=24, help="crops to learn from (default: %(default)s)")
     parser.add_argument("--overlay", action="store_true", help="draw the maps on the photograph")
