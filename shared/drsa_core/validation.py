@@ -94,8 +94,13 @@ def check_pairs(a: ArrayLike, c: ArrayLike, min_rows: int = 1) -> tuple[Tensor, 
     return a.to(dtype), c.to(device=a.device, dtype=dtype)
 
 
-def check_nonzero_contexts(c: Tensor) -> None:
-    """Raise if every context is zero: no direction is then relevant, and any answer would be noise."""
+def check_nonzero(a: Tensor, c: Tensor) -> None:
+    """Raise if all activations or all contexts are zero: no direction is then relevant, any answer noise."""
+    if not a.any():
+        raise ValueError(
+            "all activations a are zero: the layer is silent on these inputs. Check that the inputs are "
+            "preprocessed as the model expects them, and that the layer is the intended one"
+        )
     if not c.any():
         raise ValueError(
             "all contexts c are zero: the model's output does not respond to this layer. Check that the "
