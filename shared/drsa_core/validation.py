@@ -44,8 +44,12 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy, for values that must not change with what they were given."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+    """A contiguous copy, for values that must not change with what they were given.
+
+    Made outside of inference mode, whose tensors no graph could hold later.
+    """
+    with torch.inference_mode(False):
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def check_floating(value: Tensor, name: str) -> None:
