@@ -162,6 +162,11 @@ def test_selection_reorders_blocks() -> None:
     assert (chosen.dims, chosen.names, chosen.metadata) == ((3, 1), ("c", "a"), {"layer": "x"})
     torch.testing.assert_close(chosen.blocks[0], subspaces.blocks[2])
     torch.testing.assert_close(chosen.blocks[1], subspaces.blocks[0])
+    # What `stability` notes of the blocks goes with them; a residual that was added later has nothing.
+    noted = Subspaces(orthogonal(6)[:, :3], [1, 2], metadata={"stability": {"index": [0.9, 0.2], "n_runs": 3}})
+    reordered = noted.completed().select([2, 1, 0]).metadata["stability"]
+    assert reordered == {"index": [None, 0.2, 0.9], "n_runs": 3}
+    assert noted.with_metadata(stability="high").select([1]).metadata["stability"] == "high"
     with pytest.raises(ValueError, match="the names are a, b, c"):
         subspaces.select(["d"])
     with pytest.raises(ValueError, match="there are 3"):
