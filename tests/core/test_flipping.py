@@ -236,8 +236,9 @@ def test_bad_input_is_named() -> None:
         flip(weight, maps, target=2)
     with pytest.raises(ValueError, match="one for each of the 1 images, got 2"):
         flip(weight, maps, target=[0, 1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="target must be an integer"):
-        flip(weight, maps, target=0.5)  # type: ignore[arg-type]
+    for target in (0.5, None, "cat", lambda output: output[:, 0]):
+        with pytest.raises(TypeError, match="target must be an integer"):
+            flip(weight, maps, target=target)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of telea, mean, blur, constant, got 'snow'"):
         flip(weight, maps, fill="snow")
     with pytest.raises(ValueError, match="one of squares, square totals, single or a sequence, got 'cubes'"):

@@ -170,7 +170,13 @@ def _check_mode(model: nn.Module, batch_size: int | None) -> None:
 def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:
     if isinstance(target, np.ma.MaskedArray):
         raise TypeError("target must not be a masked array; drop the masked entries, or fill them")
-    targets = torch.as_tensor(target).cpu()
+    try:
+        targets = torch.as_tensor(target).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # a function, a text, None
+        raise TypeError(
+            f"target must be an integer, or one for each image, got {target!r:.80}; for a function of the "
+            "output, give a model that returns (n, 1), and target=0"
+        ) from error
     if targets.is_floating_point() or targets.dtype == torch.bool or targets.ndim > 1:
         raise TypeError(f"target must be an integer, or one for each image, got {target!r}")
     if targets.ndim == 1 and len(targets) != n_images:
