@@ -41,6 +41,11 @@ def test_confusion_matrices_show_counts_and_accuracy() -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == ["3", "1", "0", "4"]
     with pytest.raises(ValueError, match="square and of one size"):
         confusion_matrices({"a": matrix, "b": torch.zeros(3, 3)})
+    # Of rows of 4 and 1 images the mean of the diagonal is not the accuracy, and 0.75 was written as 0.
+    with pytest.raises(ValueError, match="'a' must hold counts"):
+        confusion_matrices({"a": matrix / matrix.sum(1, keepdim=True)})
+    with pytest.raises(TypeError, match="must be a torch tensor, got ndarray"):
+        confusion_matrices({"a": matrix.numpy()})
 
 
 def test_boxes_mark_specific_concepts() -> None:
