@@ -14,6 +14,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from .parameters import as_int
 from .precision import HALF, full_precision
 from .provenance import Provenance
 from .storage import read_shapes, read_tensors, write_tensors
@@ -22,7 +23,6 @@ from .validation import (
     as_float_tensor,
     check_finite,
     check_floating,
-    check_positive_int,
     own_copy,
 )
 
@@ -64,7 +64,7 @@ class Subspaces:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self._basis = own_copy(as_float_tensor(basis, "basis"))
-        self._dims = tuple(check_positive_int(d, "every entry of dims") for d in dims)
+        self._dims = tuple(as_int(d, "every entry of dims", 1) for d in dims)
         if self.basis.ndim != 2:
             raise ValueError(f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}")
         if not self.dims or sum(self.dims) != self.basis.shape[1]:

@@ -110,10 +110,3 @@ def check_nonzero(a: Tensor, c: Tensor) -> None:
             "all contexts c are zero: the model's output does not respond to this layer. Check that the "
             "target, the layer and the attribution method are the intended ones"
         )
-
-
-def check_positive_int(value: object, name: str) -> int:
-    """Return `value` if it is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return int(value)
