@@ -277,15 +277,17 @@ def _with_nan(maps: Tensor) -> Tensor:
 def test_a_part_in_training_mode_is_refused_and_left_alone() -> None:
     """Outputs would depend on the batches, and the statistics of the user's model would change."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(24, 2)).eval()
+    norm, head = nn.BatchNorm2d(2), nn.Linear(24, 2)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), head).eval()
     inputs, maps = torch.rand(2, 1, 4, 8), torch.rand(2, 1, 4, 8)
-    model[1].train()
-    before = model[1].running_mean.clone()
+    norm.train()
+    before = model.get_buffer("1.running_mean").clone()
     with pytest.raises(ValueError, match=r"'1' \(BatchNorm2d\) is in training mode"):
         patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4)
-    assert torch.equal(model[1].running_mean, before)
+    assert torch.equal(model.get_buffer("1.running_mean"), before)
     # A layer that does the same in either mode, such as a head that was put in after eval(), does no harm.
-    model.eval()[3].train()
+    model.eval()
+    head.train()
     assert patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4).aupc.shape == (2,)
 
 
@@ -294,7 +296,7 @@ def test_norms_by_the_batch_get_one_image_at_a_time() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), nn.Flatten(), nn.Linear(32, 2)).eval()
     inputs, maps = torch.rand(3, 1, 4, 8), torch.rand(3, 1, 4, 8)
     for batch_size in (None, 2):
-        with pytest.raises(ValueError, match="statistics of the batch.*give batch_size=1"):
+        with pytest.raises(ValueError, match=r"statistics of the batch.*give batch_size=1"):
             patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4, batch_size=batch_size)
     curves = patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4, batch_size=1)
     with torch.no_grad():

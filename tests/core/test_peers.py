@@ -123,10 +123,10 @@ def test_more_directions_than_there_are_in_the_data_are_refused(method: type[Dir
     pytest.importorskip("sklearn")
     c = torch.rand(40, 6, generator=generator(1))
     strengths, directions = (torch.rand(shape, generator=generator(2)) for shape in ((40, 2), (2, 6)))
-    with pytest.raises(ValueError, match="only 2 of 6 dimensions, where 3 directions .* ask for fewer"):
+    with pytest.raises(ValueError, match=r"only 2 of 6 dimensions, where 3 directions .* ask for fewer"):
         method(3, random_state=0).fit(strengths @ directions, c)
     assert method(2, random_state=0).fit(strengths @ directions, c).subspaces_.dims == (1, 1, 4)
-    with pytest.raises(ValueError, match="[01] of 6 dimensions, where 2 directions .* ask for fewer"):
+    with pytest.raises(ValueError, match=r"[01] of 6 dimensions, where 2 directions .* ask for fewer"):
         method(2, random_state=0).fit(torch.ones(40, 6), c)
 
 

@@ -48,7 +48,8 @@ def test_a_class_has_one_colour_in_all_training_curves() -> None:
     # The legend also names a class that only the first method has.
     figure = training_curves({"DSA": {"cat": [1.0], "dog": [2.0]}, "DRSA": {"cat": [4.0]}})
     assert legend(figure.axes[-1]) == ["cat", "dog"]
-    entries = figure.axes[-1].get_legend().get_lines()
+    shown: Any = figure.axes[-1].get_legend()
+    entries = shown.get_lines()
     assert entries[1].get_color() == figure.axes[0].lines[1].get_color() != entries[0].get_color()
 
 
@@ -78,7 +79,8 @@ def test_a_method_has_one_colour_in_all_panels_of_scores() -> None:
     figure = scores_against([2, 4], panels, "K", references={"peakness": 6.0})
     looks: list[dict[str, Any]] = []
     for axis in figure.axes:
-        lines = {line.get_label(): line.lines[0] for line in axis.containers}
+        containers: list[Any] = list(axis.containers)
+        lines = {line.get_label(): line.lines[0] for line in containers}
         looks.append({name: (line.get_color(), line.get_marker()) for name, line in lines.items()})
     assert looks[0] == {name: looks[1][name] for name in ("DRSA", "DSA")}
     assert len(set(looks[1].values())) == 3

@@ -45,7 +45,7 @@ def test_confusion_matrices_show_counts_and_accuracy() -> None:
     with pytest.raises(ValueError, match="'a' must hold counts"):
         confusion_matrices({"a": matrix / matrix.sum(1, keepdim=True)})
     with pytest.raises(TypeError, match="must be a torch tensor, got ndarray"):
-        confusion_matrices({"a": matrix.numpy()})
+        confusion_matrices({"a": matrix.numpy()})  # type: ignore[dict-item]
 
 
 def test_boxes_mark_specific_concepts() -> None:

@@ -117,7 +117,8 @@ class ICA(Directions):
         solver = _sklearn("decomposition").FastICA(
             n_subspaces, whiten="unit-variance", max_iter=500, tol=1e-3, random_state=seed
         )
-        _check_span(a - a.double().mean(0), a, n_subspaces, "vary in")  # it whitens what differs from the mean
+        # It whitens what differs from the mean.
+        _check_span(a - a.double().mean(0), a, n_subspaces, "vary in")
         return torch.from_numpy(_fitted(solver, a, n_subspaces).mixing_.copy())
 
 
