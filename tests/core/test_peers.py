@@ -130,6 +130,15 @@ def test_more_directions_than_there_are_in_the_data_are_refused(method: type[Dir
         method(2, random_state=0).fit(torch.ones(40, 6), c)
 
 
+def test_a_dictionary_that_nothing_uses_is_refused(pairs: Pairs) -> None:
+    """The codes of a are 0 where the largest aᵀd, for activations with a mean square of 1, is below it."""
+    pytest.importorskip("sklearn")
+    longest = float((pairs.a / pairs.a.square().mean().sqrt()).norm(dim=1).max())
+    with pytest.raises(ValueError, match="no activation has a code"):
+        SparseDictionary(3, random_state=0, sparsity=1.01 * longest).fit(pairs)
+    assert SparseDictionary(3, random_state=0, sparsity=0.5 * longest).fit(pairs).directions_.shape == (12, 3)
+
+
 def test_independent_components_are_of_what_varies() -> None:
     """Three vectors differ from their mean in two directions only."""
     pytest.importorskip("sklearn")

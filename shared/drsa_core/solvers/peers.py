@@ -146,9 +146,10 @@ class SparseDictionary(Directions):
         self.sparsity = sparsity
 
     def _find(self, a: Tensor, c: Tensor, n_subspaces: int, seed: int | None) -> Tensor:
+        sparsity = as_float(self.sparsity, "sparsity", 0)
         solver = _sklearn("decomposition").MiniBatchDictionaryLearning(
             n_subspaces,
-            alpha=as_float(self.sparsity, "sparsity", 0),
+            alpha=sparsity,
             max_iter=20,
             batch_size=256,
             fit_algorithm="cd",
@@ -157,7 +158,14 @@ class SparseDictionary(Directions):
         )
         scale = float(a.double().square().mean().sqrt())
         scaled = a / max(scale, 1e-30)
-        return torch.from_numpy(_fitted(solver, scaled, n_subspaces).components_.T.copy())
+        atoms = torch.from_numpy(_fitted(solver, scaled, n_subspaces).components_.T.copy())
+        # The codes of a are all zero where aᵀd is at most the weight of the L1 norm for every atom d.
+        if float((scaled.double().cpu() @ atoms).max()) <= sparsity:
+            raise ValueError(
+                f"with sparsity = {sparsity:g} no activation has a code, so that the directions are those of "
+                "the random start; lower it"
+            )
+        return atoms
 
 
 class Channels(Directions):
