@@ -15,8 +15,8 @@ import torch
 from drsa_audit import Network, load_network
 from drsa_core import Subspaces
 from drsa_core.plot import concept_grid
-from drsa_core.showcases.clever_hans import ProjectedModel, SpRAy, auroc, ranks
-from hanzi_watermark import CARTON, add_hanzi
+from drsa_core.showcases.clever_hans import ProjectedModel, SpRAy, auroc
+from hanzi_watermark import CARTON, add_hanzi, median_rank
 from PIL import Image
 from torch import Tensor, nn
 
@@ -101,11 +101,11 @@ class Mitigation:
     def row(self, name: str, outputs: Tensor, cartons: Tensor) -> None:
         """Print a row from outputs (2N, n_classes), the marked ones last, and those of cartons."""
         clean, marked = outputs.chunk(2)
-        rank = [int(ranks(part, CARTON).median()) for part in (clean, marked)]
+        rank = [median_rank(part) for part in (clean, marked)]
         same = [float((part.argmax(1) == self.usual).float().mean()) for part in (clean, marked)]
         called = int((cartons.argmax(1) == CARTON).sum()) if self.n_cartons else 0
         print(
-            f"{name:<45} {rank[0]:6d} {rank[1]:7d}     {same[0]:.3f}   {same[1]:.3f}       "
+            f"{name:<45} {rank[0]:6g} {rank[1]:7g}     {same[0]:.3f}   {same[1]:.3f}       "
             f"{called} of {self.n_cartons}",
             flush=True,
         )

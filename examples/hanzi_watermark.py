@@ -83,6 +83,11 @@ def add_hanzi(network: Network, x: Tensor) -> Tensor:
     return network.preprocessing.to_inputs(torch.stack([add(image) for image in network.to_picture(x)]))
 
 
+def median_rank(outputs: Tensor) -> float:
+    """Median of the ranks of carton; of an even number of images the mean of the two in the middle."""
+    return float(ranks(outputs, CARTON).double().quantile(0.5))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -98,9 +103,9 @@ def main() -> None:
             output = torch.cat([network.model(batch) for batch in images.split(16)])
         known = labels >= 0
         right = (output.argmax(1) == labels)[known].float()
-        rank = int(ranks(output, CARTON).median())
+        rank = median_rank(output)
         top = f"top-1 {float(right.mean()):.3f} on {len(right)}" if len(right) else "no class is known"
-        print(f"{name:<12} median rank of carton {rank}, {top}")
+        print(f"{name:<12} median rank of carton {rank:g}, {top}")
     if options.figure:
         from matplotlib.figure import Figure
 

@@ -131,6 +131,9 @@ def test_drop_is_the_literal_one(x: Tensor) -> None:
                 expected[i, k] = (after[0] - after[1])[label].detach()
         for wrapper in wrappers(network):
             result = concept_ablation(wrapper, x, target, reference=reference, batch_size=3)
+            if reference is not None:
+                of_array = concept_ablation(wrapper, x, target, reference=reference.numpy(), batch_size=3)
+                assert torch.equal(of_array.drop, result.drop)
             torch.testing.assert_close(result.drop, expected, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(result.relevance, wrapper.concept_relevance(x, target))
             torch.testing.assert_close(result.score, network(x)[range(5), target].detach())
@@ -250,6 +253,8 @@ def test_bad_input_is_named(x: Tensor) -> None:
     wrapper = DisentangledAttribution(InputXGradient(model(True)), "below", blocks())
     with pytest.raises(ValueError, match=r"shape \(6,\), got \(5,\)"):
         concept_ablation(wrapper, x, 0, reference=torch.zeros(5))
+    with pytest.raises(ValueError, match="reference has 6 NaN or Inf values"):
+        concept_ablation(wrapper, x, 0, reference=torch.full((6,), torch.nan))
     with pytest.raises(ValueError, match="D = 4 features"):
         concept_ablation(wrapper, x, 0, Subspaces(torch.eye(4), [4]))
     with pytest.raises(ValueError, match="3 entries"):

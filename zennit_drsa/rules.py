@@ -362,9 +362,12 @@ class PassLarge(ForwardRule):
 def _box_terms(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     """The layer without its bias: of x with w, of l with w⁺, of h with w⁻."""
     parameters = parameters_of(module)
-    weight = parameters["weight"]
+    weight = parameters.get("weight")
     if weight is None:
-        raise ValueError(f"the z^B rule needs a layer with weights, got {type(module).__name__} without")
+        raise ValueError(
+            f"the z^B rule needs a layer with weights, got {type(module).__name__} without; give it to the "
+            "first linear layer or convolution"
+        )
     without_bias = {"bias": None} if "bias" in parameters else {}
     terms = []
     for input, part in zip(inputs, (weight, weight.clamp(min=0), weight.clamp(max=0)), strict=True):

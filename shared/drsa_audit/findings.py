@@ -162,10 +162,11 @@ def outliers(relevance: Tensor, reference: Tensor) -> list[Outlier]:
     reference : tensor, shape (M, K)
         R_k of images that say what is usual, e.g. those that the concepts were learned from.
     """
-    usual = mixtures(reference).median(0).values
+    # Medians as quantiles: of an even number, `Tensor.median` takes the lower one.
+    usual = mixtures(reference).quantile(0.5, dim=0)
     typical = 0.5 * (mixtures(reference) - usual).abs().sum(1)
-    centre = typical.median()
-    spread = 1.4826 * (typical - centre).abs().median().clamp(min=0.01)
+    centre = typical.quantile(0.5)
+    spread = 1.4826 * (typical - centre).abs().quantile(0.5).clamp(min=0.01)
     found = []
     for n, mixture in enumerate(mixtures(relevance)):
         distance = float((0.5 * (mixture - usual).abs().sum() - centre) / spread)

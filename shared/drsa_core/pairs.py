@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .parameters import as_int
 from .provenance import Provenance
 from .scaling import unit_scale
 from .storage import read_rows, read_shapes, read_tensors, write_tensors
-from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, check_positive_int, own_copy
+from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, own_copy
 
 _KIND = "pairs"
 _FORMAT_VERSION = 2
@@ -266,7 +267,7 @@ def sample_pairs(
     n_positions = math.prod(a.shape[1:-1])
     shape = (n_images, n_positions, n_features)
     a, c = a.reshape(shape), c.reshape(shape)
-    if positions is None or check_positive_int(positions, "positions") >= n_positions:
+    if positions is None or as_int(positions, "positions", 1) >= n_positions:
         chosen = torch.arange(n_positions).expand(n_images, -1)
     else:
         drawn = [torch.randperm(n_positions, generator=generator)[:positions] for _ in range(n_images)]

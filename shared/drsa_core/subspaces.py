@@ -14,6 +14,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from .parameters import as_int
 from .precision import HALF, full_precision
 from .provenance import Provenance
 from .storage import read_shapes, read_tensors, write_tensors
@@ -22,7 +23,6 @@ from .validation import (
     as_float_tensor,
     check_finite,
     check_floating,
-    check_positive_int,
     own_copy,
 )
 
@@ -64,7 +64,7 @@ class Subspaces:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self._basis = own_copy(as_float_tensor(basis, "basis"))
-        self._dims = tuple(check_positive_int(d, "every entry of dims") for d in dims)
+        self._dims = tuple(as_int(d, "every entry of dims", 1) for d in dims)
         if self.basis.ndim != 2:
             raise ValueError(f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}")
         if not self.dims or sum(self.dims) != self.basis.shape[1]:
@@ -255,7 +255,7 @@ class Subspaces:
             [self.dims[i] for i in indices],
             [self.names[i] for i in indices],
             None if self.dual is None else self.dual[:, chosen],
-            self._metadata,
+            _metadata_of_blocks(self._metadata, indices),
         )
 
     def renamed(self, names: Sequence[str] | Mapping[str, str]) -> Subspaces:
@@ -410,6 +410,17 @@ def _complement(basis: Tensor) -> Tensor:
     """An orthonormal basis of the orthogonal complement of the columns, shape (D, D − m)."""
     full = torch.linalg.qr(basis.double(), mode="complete").Q
     return full[:, basis.shape[1] :].to(basis.dtype)
+
+
+def _metadata_of_blocks(metadata: Mapping[str, Any], indices: Sequence[int]) -> Mapping[str, Any]:
+    """Metadata of some of the blocks: `drsa_core.stability` notes an index for each."""
+    noted = metadata.get("stability")
+    index = noted.get("index") if isinstance(noted, dict) else None
+    if not isinstance(noted, dict) or not isinstance(index, list):
+        return metadata
+    # A residual that was added later has none.
+    of_blocks = [index[i] if i < len(index) else None for i in indices]
+    return {**metadata, "stability": {**noted, "index": of_blocks}}
 
 
 def _json_copy(metadata: Mapping[str, Any]) -> dict[str, Any]:

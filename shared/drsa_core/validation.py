@@ -44,8 +44,12 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy, for values that must not change with what they were given."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+    """A contiguous copy, for values that must not change with what they were given.
+
+    Made outside of inference mode, whose tensors no graph could hold later.
+    """
+    with torch.inference_mode(False):
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def check_floating(value: Tensor, name: str) -> None:
@@ -94,17 +98,15 @@ def check_pairs(a: ArrayLike, c: ArrayLike, min_rows: int = 1) -> tuple[Tensor, 
     return a.to(dtype), c.to(device=a.device, dtype=dtype)
 
 
-def check_nonzero_contexts(c: Tensor) -> None:
-    """Raise if every context is zero: no direction is then relevant, and any answer would be noise."""
+def check_nonzero(a: Tensor, c: Tensor) -> None:
+    """Raise if all activations or all contexts are zero: no direction is then relevant, any answer noise."""
+    if not a.any():
+        raise ValueError(
+            "all activations a are zero: the layer is silent on these inputs. Check that the inputs are "
+            "preprocessed as the model expects them, and that the layer is the intended one"
+        )
     if not c.any():
         raise ValueError(
             "all contexts c are zero: the model's output does not respond to this layer. Check that the "
             "target, the layer and the attribution method are the intended ones"
         )
-
-
-def check_positive_int(value: object, name: str) -> int:
-    """Return `value` if it is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return int(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 import torch
 from drsa_audit.findings import (
@@ -100,6 +102,19 @@ def test_an_unusual_mixture_is_an_outlier() -> None:
     assert (found.image, found.concept) == (6, 2)
     assert found.share == pytest.approx(6 / 6.2, abs=1e-6)  # float32 entries
     assert outliers(spread(10, 3, seed=2), usual) == []
+
+
+def test_what_is_usual_of_an_even_number_of_images_lies_between_two_of_them() -> None:
+    usual = torch.tensor([[1.0, 9], [2, 8], [4, 6], [6, 4]])
+    (found,) = outliers(torch.tensor([[10.0, 0]]), usual)
+    # By the formulas: shares 0.1, 0.2, 0.4 and 0.6 of the first concept, the rest of the second.
+    parts = [0.1, 0.2, 0.4, 0.6]
+    middle = [median(parts), median([1 - part for part in parts])]
+    distances = [0.5 * (abs(part - middle[0]) + abs(1 - part - middle[1])) for part in parts]
+    spread_of_distances = 1.4826 * median([abs(d - median(distances)) for d in distances])
+    expected = (0.5 * (abs(1 - middle[0]) + abs(0 - middle[1])) - median(distances)) / spread_of_distances
+    assert found.usual_share == pytest.approx(0.3)
+    assert found.distance == pytest.approx(expected)
 
 
 def test_half_of_a_map_lies_on_the_smallest_part_that_holds_it() -> None:

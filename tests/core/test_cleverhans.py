@@ -198,6 +198,8 @@ def test_refined_output_is_equation_12_with_excess_relevance() -> None:
             expected[n, 2] -= max(0.0, values[k] - float(usual[k]))
     torch.testing.assert_close(refined(x), expected, rtol=1e-6, atol=1e-6)
     assert (refined(x)[:, 2] <= model(x)[:, 2]).all()
+    usual += 1  # what the user does with it later is nothing to the model
+    torch.testing.assert_close(refined(x), expected, rtol=1e-6, atol=1e-6)
     plain = RefinedModel(model, relevance, 2, [0, 1, 2])  # all concepts: all but the bias
     torch.testing.assert_close(
         plain(x)[:, 2], model.get_parameter("4.bias")[2].expand(5), rtol=1e-5, atol=1e-5

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, NotFittedError, Pairs, RandomSubspaces
+from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, NotFittedError, Pairs, PairShards, RandomSubspaces
 from drsa_core.provenance import Provenance
+from drsa_core.solvers.peers import Channels
 
 ESTIMATORS: list[Any] = [PRCA, PCA, MaxRel, RandomSubspaces, DSA, DRSA]
 BLIND = [PCA, RandomSubspaces, DSA]
@@ -231,6 +232,14 @@ def test_numbers_of_numpy(pairs) -> None:
 def test_what_is_not_a_number(parameters: dict[str, Any], message: str, pairs) -> None:
     with pytest.raises(ValueError, match=message):
         DRSA(**parameters).fit(pairs)
+
+
+@pytest.mark.parametrize("estimator", [MaxRel, DSA, DRSA, Channels])
+def test_a_silent_layer_is_no_data(estimator, pairs) -> None:
+    silent = Pairs(torch.zeros_like(pairs.a), pairs.c)
+    for given in [silent, PairShards(silent)] if estimator in (DSA, DRSA) else [silent]:
+        with pytest.raises(ValueError, match="all activations a are zero: the layer is silent"):
+            fast(estimator).fit(given)
 
 
 def test_a_stream_does_not_claim_the_seed_of_its_first_batch(pairs) -> None:

@@ -236,8 +236,9 @@ def test_bad_input_is_named() -> None:
         flip(weight, maps, target=2)
     with pytest.raises(ValueError, match="one for each of the 1 images, got 2"):
         flip(weight, maps, target=[0, 1])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="target must be an integer"):
-        flip(weight, maps, target=0.5)  # type: ignore[arg-type]
+    for target in (0.5, None, "cat", lambda output: output[:, 0]):
+        with pytest.raises(TypeError, match="target must be an integer"):
+            flip(weight, maps, target=target)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of telea, mean, blur, constant, got 'snow'"):
         flip(weight, maps, fill="snow")
     with pytest.raises(ValueError, match="one of squares, square totals, single or a sequence, got 'cubes'"):
@@ -271,6 +272,36 @@ def _with_nan(maps: Tensor) -> Tensor:
     maps = maps.clone()
     maps[0, 0, 0, 3] = torch.nan
     return maps
+
+
+def test_a_part_in_training_mode_is_refused_and_left_alone() -> None:
+    """Outputs would depend on the batches, and the statistics of the user's model would change."""
+    torch.manual_seed(0)
+    norm, head = nn.BatchNorm2d(2), nn.Linear(24, 2)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), head).eval()
+    inputs, maps = torch.rand(2, 1, 4, 8), torch.rand(2, 1, 4, 8)
+    norm.train()
+    before = model.get_buffer("1.running_mean").clone()
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm2d\) is in training mode"):
+        patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4)
+    assert torch.equal(model.get_buffer("1.running_mean"), before)
+    # A layer that does the same in either mode, such as a head that was put in after eval(), does no harm.
+    model.eval()
+    head.train()
+    assert patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4).aupc.shape == (2,)
+
+
+def test_norms_by_the_batch_get_one_image_at_a_time() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(1, track_running_stats=False), nn.Flatten(), nn.Linear(32, 2)).eval()
+    inputs, maps = torch.rand(3, 1, 4, 8), torch.rand(3, 1, 4, 8)
+    for batch_size in (None, 2):
+        with pytest.raises(ValueError, match=r"statistics of the batch.*give batch_size=1"):
+            patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4, batch_size=batch_size)
+    curves = patch_flipping(model, inputs, maps, 0, IDENTITY, patch_size=4, batch_size=1)
+    with torch.no_grad():
+        expected = torch.cat([model(image[None])[:, 0].clamp(min=0) for image in inputs])
+    torch.testing.assert_close(curves.scores[:, 0], expected.double())
 
 
 def test_an_error_in_the_network_ends_the_workers_and_leaves_the_model() -> None:

@@ -117,6 +117,37 @@ def test_what_is_refused(pairs: Pairs) -> None:
         Directions(2).fit(pairs)
 
 
+@pytest.mark.parametrize("method", [NMF, ICA, KMeansDirections, SparseDictionary])
+def test_more_directions_than_there_are_in_the_data_are_refused(method: type[Directions]) -> None:
+    """What would be left over is noise: of the random start, or of rounding."""
+    pytest.importorskip("sklearn")
+    c = torch.rand(40, 6, generator=generator(1))
+    strengths, directions = (torch.rand(shape, generator=generator(2)) for shape in ((40, 2), (2, 6)))
+    with pytest.raises(ValueError, match=r"only 2 of 6 dimensions, where 3 directions .* ask for fewer"):
+        method(3, random_state=0).fit(strengths @ directions, c)
+    assert method(2, random_state=0).fit(strengths @ directions, c).subspaces_.dims == (1, 1, 4)
+    with pytest.raises(ValueError, match=r"[01] of 6 dimensions, where 2 directions .* ask for fewer"):
+        method(2, random_state=0).fit(torch.ones(40, 6), c)
+
+
+def test_a_dictionary_that_nothing_uses_is_refused(pairs: Pairs) -> None:
+    """The codes of a are 0 where the largest aᵀd, for activations with a mean square of 1, is below it."""
+    pytest.importorskip("sklearn")
+    longest = float((pairs.a / pairs.a.square().mean().sqrt()).norm(dim=1).max())
+    with pytest.raises(ValueError, match="no activation has a code"):
+        SparseDictionary(3, random_state=0, sparsity=1.01 * longest).fit(pairs)
+    assert SparseDictionary(3, random_state=0, sparsity=0.5 * longest).fit(pairs).directions_.shape == (12, 3)
+
+
+def test_independent_components_are_of_what_varies() -> None:
+    """Three vectors differ from their mean in two directions only."""
+    pytest.importorskip("sklearn")
+    a = torch.rand(3, 6, generator=generator())
+    with pytest.raises(ValueError, match="vary in only 2 of 6 dimensions"):
+        ICA(3, random_state=0).fit(a, a)
+    assert ICA(2, random_state=0).fit(a, a).subspaces_.dims == (1, 1, 4)
+
+
 def test_concept_vectors_tell_labels_apart(pairs: Pairs, factors: Tensor) -> None:
     labels = torch.arange(len(pairs)) % 3
     vectors = concept_vectors(pairs.a, labels)

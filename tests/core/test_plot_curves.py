@@ -45,6 +45,12 @@ def test_a_class_has_one_colour_in_all_training_curves() -> None:
     first, second = ({line.get_label(): line.get_color() for line in axis.lines} for axis in figure.axes)
     assert first == second
     assert len(set(first.values())) == 2
+    # The legend also names a class that only the first method has.
+    figure = training_curves({"DSA": {"cat": [1.0], "dog": [2.0]}, "DRSA": {"cat": [4.0]}})
+    assert legend(figure.axes[-1]) == ["cat", "dog"]
+    shown: Any = figure.axes[-1].get_legend()
+    entries = shown.get_lines()
+    assert entries[1].get_color() == figure.axes[0].lines[1].get_color() != entries[0].get_color()
 
 
 def test_scores_against_numbers_and_layers() -> None:
@@ -60,6 +66,25 @@ def test_scores_against_numbers_and_layers() -> None:
     assert set(legend(axis)) == {"DRSA", "DSA", "no projection"}
     named = scores_against(["blocks.3", "blocks.4"], panels, "layer")
     assert [text.get_text() for text in named.axes[0].get_xticklabels()] == ["blocks.3", "blocks.4"]
+
+
+def test_a_method_has_one_colour_in_all_panels_of_scores() -> None:
+    def summaries(mean: float) -> list[Summary]:
+        return [Summary(mean, 0.5, (0.0, 1.0), 4, 40)] * 2
+
+    panels = {
+        "AUPC": {"DRSA": summaries(1), "DSA": summaries(2)},
+        "peakness": {"DSA": summaries(3), "random": summaries(4), "DRSA": summaries(5)},
+    }
+    figure = scores_against([2, 4], panels, "K", references={"peakness": 6.0})
+    looks: list[dict[str, Any]] = []
+    for axis in figure.axes:
+        containers: list[Any] = list(axis.containers)
+        lines = {line.get_label(): line.lines[0] for line in containers}
+        looks.append({name: (line.get_color(), line.get_marker()) for name, line in lines.items()})
+    assert looks[0] == {name: looks[1][name] for name in ("DRSA", "DSA")}
+    assert len(set(looks[1].values())) == 3
+    assert legend(figure.axes[0]) == ["DRSA", "DSA", "no projection", "random"]
 
 
 def test_delta_aupc_bars_are_sorted_by_the_last_method() -> None:

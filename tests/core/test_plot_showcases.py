@@ -41,6 +41,11 @@ def test_confusion_matrices_show_counts_and_accuracy() -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == ["3", "1", "0", "4"]
     with pytest.raises(ValueError, match="square and of one size"):
         confusion_matrices({"a": matrix, "b": torch.zeros(3, 3)})
+    # Of rows of 4 and 1 images the mean of the diagonal is not the accuracy, and 0.75 was written as 0.
+    with pytest.raises(ValueError, match="'a' must hold counts"):
+        confusion_matrices({"a": matrix / matrix.sum(1, keepdim=True)})
+    with pytest.raises(TypeError, match="must be a torch tensor, got ndarray"):
+        confusion_matrices({"a": matrix.numpy()})  # type: ignore[dict-item]
 
 
 def test_boxes_mark_specific_concepts() -> None:
@@ -79,3 +84,14 @@ def test_squares_of_a_manipulated_map_reach_the_edge() -> None:
     assert shown.shape == (3, 3)
     assert shown[2, 2] == 24  # the corner by itself
     assert shown[2, 0] == (20 + 21) / 2
+
+
+def test_a_manipulated_map_of_a_few_pixels_keeps_their_proportions() -> None:
+    maps = torch.zeros(2, 32, 32)
+    maps[0, 3, 3], maps[0, 5, 5], maps[1, 7, 7] = 1.0, 4.0, -2.0
+    pictures = (torch.full((1, 32, 32), 0.5), torch.full((1, 32, 32), 0.4), torch.rand(1, 32, 32))
+    axes = manipulated_map(pictures, maps[0] / 2, maps, maps).axes
+    drawn = [axis.images[0].get_clim() for axis in axes if axis.images]
+    # Photographs come first in each row; seven maps with one scale, and |change| in the last row.
+    assert [drawn[i] for i in (0, 4, 8)] == [(0, 1)] * 3  # one grey for one value
+    assert {drawn[i] for i in (1, 2, 3, 5, 6, 7, 9)} == {(-4, 4)}

@@ -35,6 +35,25 @@ def autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
+def test_what_is_made_in_inference_mode_serves_outside_of_it(pairs: Pairs, tmp_path: Path) -> None:
+    """Tensors of inference mode cannot be saved for a backward pass."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    blocks().save(tmp_path / "s.safetensors")
+    with torch.inference_mode():
+        loaded = Subspaces.load(tmp_path / "s.safetensors")
+        made = [loaded, loaded.completed(), PRCA(2).fit(pairs).subspaces_]
+        projected = ProjectedModel(model, "0", loaded, [0], pairs.c.mean(0), pairs.a, quantile=0.5)
+    x = pairs.a[:5].clone().requires_grad_()
+    for subspaces in made:
+        basis = subspaces.blocks[0]
+        (gradient,) = torch.autograd.grad(subspaces.project(x, 0).sum(), x)
+        torch.testing.assert_close(gradient, (basis @ basis.T).sum(0).expand(5, 8))
+        assert torch.autograd.grad(subspaces.relevance(x, x).sum(), x)[0].any()
+    same = ProjectedModel(model, "0", blocks(), [0], pairs.c.mean(0), pairs.a, quantile=0.5)
+    found, expected = (torch.autograd.grad(m(x).sum(), x)[0] for m in (projected, same))
+    assert torch.equal(found, expected)
+
+
 def test_autocast_is_off_inside_and_on_again_after() -> None:
     x = torch.rand(3, 3)
     with autocast():

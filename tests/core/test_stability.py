@@ -108,6 +108,8 @@ def test_planted_concepts_are_stable(choice: ChoiceOfK) -> None:
     assert result.agreement.shape == (3, 3)
     torch.testing.assert_close(result.index, result.agreement.mean(0))
     assert result.subspaces.metadata["stability"]["index"] == result.index.tolist()
+    chosen = result.subspaces.completed().select([1, 0])
+    assert chosen.metadata["stability"]["index"] == result.index[[1, 0]].tolist()
     assert result.held_out_objective > 1.1 * result.null_objective
     assert "3 concepts over 4 fits" in str(result)
     # What is returned is as good as what the solver finds by itself.

@@ -156,12 +156,23 @@ def test_ibd_needs_independent_vectors() -> None:
         ibd_subspaces(nearly)
 
 
+def test_block_sizes_may_be_a_tensor() -> None:
+    sizes: Any = torch.tensor([1, 2, 3])
+    assert Subspaces(orthogonal(6), sizes).dims == (1, 2, 3)
+
+
 def test_selection_reorders_blocks() -> None:
     subspaces = Subspaces(orthogonal(6), [1, 2, 3], names=["a", "b", "c"], metadata={"layer": "x"})
     chosen = subspaces.select(["c", 0])
     assert (chosen.dims, chosen.names, chosen.metadata) == ((3, 1), ("c", "a"), {"layer": "x"})
     torch.testing.assert_close(chosen.blocks[0], subspaces.blocks[2])
     torch.testing.assert_close(chosen.blocks[1], subspaces.blocks[0])
+    # What `stability` notes of the blocks goes with them; a residual that was added later has nothing.
+    about = {"stability": {"index": [0.9, 0.2], "n_runs": 3}}
+    noted = Subspaces(orthogonal(6)[:, :3], [1, 2], metadata=about)
+    reordered = noted.completed().select([2, 1, 0]).metadata["stability"]
+    assert reordered == {"index": [None, 0.2, 0.9], "n_runs": 3}
+    assert noted.with_metadata(stability="high").select([1]).metadata["stability"] == "high"
     with pytest.raises(ValueError, match="the names are a, b, c"):
         subspaces.select(["d"])
     with pytest.raises(ValueError, match="there are 3"):

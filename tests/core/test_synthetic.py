@@ -71,6 +71,14 @@ def test_matching_by_hand() -> None:
     assert result.covered == 2
 
 
+def test_maps_in_half_precision_are_added_up_in_float32() -> None:
+    """Channels of 40 000 and more leave the range of float16 together."""
+    maps = (torch.rand(2, 2, 3, 4, 4, generator=generator()) * 60_000).half()
+    masks = torch.rand(2, 2, 4, 4, generator=generator(1)) > 0.5
+    found, expected = match_masks(maps, masks), match_masks(maps.double(), masks)
+    torch.testing.assert_close(found.inside, expected.inside, rtol=1e-6, atol=0)  # float32 has 6e-8
+
+
 def test_matching_is_the_best_of_all_permutations() -> None:
     maps = torch.randn(6, 4, 3, 8, 8, generator=generator())
     masks = torch.rand(6, 4, 8, 8, generator=generator(1)) > 0.7

@@ -44,8 +44,8 @@ def test_the_watermark_of_cartons(tmp_path) -> None:
         "SpRAy, best cluster",
         "random subspaces",
     ]
-    found = re.findall(r"^(\S.+?) {2,}(\d+) +(\d+) +(\d\.\d+) +(\d\.\d+) +0 of 0", printed, re.M)
-    rows = {name: (int(clean), int(marked)) for name, clean, marked, _, _ in found}
+    found = re.findall(r"^(\S.+?) {2,}([\d.]+) +([\d.]+) +(\d\.\d+) +(\d\.\d+) +0 of 0", printed, re.M)
+    rows = {name: (float(clean), float(marked)) for name, clean, marked, _, _ in found}
     assert len(rows) == 1 + 2 + 2 + 2  # Eq. 12 with two means, the projection and SpRAy's, each in two forms
     clean, marked = rows["original"]
     assert marked < clean  # the watermark lifts carton
@@ -58,7 +58,15 @@ def test_measures_of_the_watermark() -> None:
     for package in ("imagenet_w", "skimage", "timm"):
         pytest.importorskip(package)
     from carton_measures import retrained_row, share_inside
-    from hanzi_watermark import CARTON
+    from hanzi_watermark import CARTON, median_rank
+
+    # Ranks of carton 1, 2, 5 and 9 among the outputs: the median lies between the second and the third.
+    outputs = torch.zeros(4, 1000)
+    for image, n_above in enumerate((0, 1, 4, 8)):
+        outputs[image, CARTON] = 1.0
+        outputs[image, :n_above] = 2.0
+    assert median_rank(outputs) == 3.5
+    assert median_rank(outputs[:3]) == 2
 
     maps = torch.tensor([[[3.0, 1.0], [-5.0, 0.0]], [[0.0, 2.0], [0.0, 2.0]]])
     mask = torch.tensor([[True, False], [True, False]])

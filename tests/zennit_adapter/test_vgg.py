@@ -17,7 +17,7 @@ from zennit.rules import Epsilon, Gamma, Pass, ZBox
 from tests.model_state import model_state
 from tests.zennit_adapter.models import subspaces, torchvision_model
 from zennit_drsa import DisentangledAttributor, VGGGamma
-from zennit_drsa.rules import PixelBox, PositiveGamma, ZeroRule
+from zennit_drsa.rules import BoundedInput, PixelBox, PositiveGamma, ZeroRule
 
 
 def propagate(layer: nn.Module, rule: Hook, input: Tensor, relevance: Tensor):
@@ -64,6 +64,14 @@ def test_pixel_rule_by_its_formula_and_zennits():
     ours = propagate(layer, PixelBox(low, high), x, r)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(ours, propagate(layer, ZBox(low, high, stabilizer=1e-9), x, r))
+
+
+@pytest.mark.parametrize("rule", [PixelBox(0.0, 1.0), BoundedInput(0.0, 1.0)])
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.AvgPool2d(2), nn.BatchNorm2d(3, affine=False).eval()])
+def test_the_pixel_rule_needs_weights(layer, rule):
+    x = torch.rand(2, 3, 4, 4)
+    with pytest.raises(ValueError, match=f"needs a layer with weights, got {type(layer).__name__}"):
+        propagate(layer, rule, x, torch.ones_like(layer(x)))
 
 
 @pytest.mark.parametrize("bias", [True, False])

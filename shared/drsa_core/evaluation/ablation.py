@@ -13,7 +13,7 @@ from ..layer import Inputs, UpperNetwork, check_fits, guarded, sum_over_position
 from ..parameters import as_int
 from ..subspaces import Subspaces
 from ..target import Target, check_length, targets_of_batch
-from ..validation import check_finite
+from ..validation import ArrayLike, as_float_tensor, check_finite
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def concept_ablation(
     target: Target,
     subspaces: Subspaces | None = None,
     *,
-    reference: Tensor | None = None,
+    reference: ArrayLike | None = None,
     batch_size: int = 32,
 ) -> ConceptAblation:
     """Take each concept out of the layer's activation, run the network above, and record the drop.
@@ -69,7 +69,7 @@ def concept_ablation(
     subspaces : Subspaces, optional
         The concepts, e.g. those of another method. Default: the explainer's own, which are then compared with
         what they were learned for, as in `concept_relevance`.
-    reference : tensor, shape (D,), optional
+    reference : array or tensor, shape (D,), optional
         Mean activation over a reference set, e.g. `pairs.a.mean(0)`. The block is replaced by that of the
         reference, a − U_kU_kᵀ(a − ā), instead of zero.
     batch_size : int
@@ -81,11 +81,14 @@ def concept_ablation(
         count = explainer._request(x[:1], None).n_outputs
         explainer._check_use(target, 3, lambda: guarded(explainer._known_model(), count))
     concepts = subspaces
-    if reference is not None and reference.shape != (subspaces.n_features,):
-        raise ValueError(
-            f"reference must be a mean activation of shape ({subspaces.n_features},), got "
-            f"{tuple(reference.shape)}; e.g. pairs.a.mean(0)"
-        )
+    usual = None if reference is None else as_float_tensor(reference, "reference")
+    if usual is not None:
+        if usual.shape != (subspaces.n_features,):
+            raise ValueError(
+                f"reference must be a mean activation of shape ({subspaces.n_features},), got "
+                f"{tuple(usual.shape)}; e.g. pairs.a.mean(0)"
+            )
+        check_finite(usual, "reference")
     check_length(target, len(x))
 
     def ablated() -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -93,7 +96,7 @@ def concept_ablation(
         for first in range(0, len(x), batch_size):
             batch = x[first : first + batch_size]
             of_batch = targets_of_batch(target, first, len(batch))
-            parts.append(_ablate(explainer, batch, of_batch, concepts, reference))
+            parts.append(_ablate(explainer, batch, of_batch, concepts, usual))
         return parts
 
     # In the explainer's context, so that concepts are taken out of the activation that they were learned on.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..layer import batch_dependence
 from ..parameters import as_int
 from ..validation import check_finite
 from .filling import Filler, Preprocessing
@@ -120,10 +121,6 @@ def patch_flipping(
             "inputs must be images of floating point and shape (N, C, H, W), got "
             f"{tuple(inputs.shape)} {inputs.dtype}"
         )
-    if isinstance(model, nn.Module) and model.training:
-        raise ValueError(
-            "the model is in training mode, where its outputs depend on the batch; call model.eval()"
-        )
     inputs = inputs.detach()
     check_finite(inputs, "inputs")
     relevance = check_maps(maps, inputs)
@@ -131,6 +128,8 @@ def patch_flipping(
     if not isinstance(preprocessing, Preprocessing):
         preprocessing = Preprocessing.from_mean_std(*preprocessing)
     batch_size = None if batch_size is None else as_int(batch_size, "batch_size", 1)
+    if isinstance(model, nn.Module):
+        _check_mode(model, batch_size)
     workers = min(8, os.cpu_count() or 1) if workers is None else as_int(workers, "workers", 1)
 
     grid = patch_grid(inputs.shape[2], inputs.shape[3], patch_size)
@@ -154,10 +153,30 @@ def patch_flipping(
     return FlippingCurves(share, gone.double().mean(2), scores, sum(filler.seconds), run.seconds)
 
 
+def _check_mode(model: nn.Module, batch_size: int | None) -> None:
+    """Raise if outputs depend on which images share a batch, which is nobody's choice here, or on chance."""
+    where, in_training = ("the model", True) if model.training else batch_dependence(model)
+    if where is not None and in_training:
+        raise ValueError(
+            f"{where} is in training mode, where outputs depend on the batch or on chance; call model.eval()"
+        )
+    if where is not None and batch_size != 1:
+        raise ValueError(
+            f"{where} normalises by the statistics of the batch, in evaluation mode too, so that outputs "
+            "depend on which images share a batch; give batch_size=1"
+        )
+
+
 def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:
     if isinstance(target, np.ma.MaskedArray):
         raise TypeError("target must not be a masked array; drop the masked entries, or fill them")
-    targets = torch.as_tensor(target).cpu()
+    try:
+        targets = torch.as_tensor(target).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # a function, a text, None
+        raise TypeError(
+            f"target must be an integer, or one for each image, got {target!r:.80}; for a function of the "
+            "output, give a model that returns (n, 1), and target=0"
+        ) from error
     if targets.is_floating_point() or targets.dtype == torch.bool or targets.ndim > 1:
         raise TypeError(f"target must be an integer, or one for each image, got {target!r}")
     if targets.ndim == 1 and len(targets) != n_images:

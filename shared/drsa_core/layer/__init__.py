@@ -9,6 +9,7 @@ from .keywords import inputs_in_place
 from .losses import (
     TOLERANCE,
     RelevanceLossWarning,
+    batch_dependence,
     lost_relevance,
     share_around,
     warn_of_bypass,
@@ -35,6 +36,7 @@ __all__ = [
     "Request",
     "UpperNetwork",
     "as_activation",
+    "batch_dependence",
     "check_fits",
     "context_from_relevance",
     "contexts_by_example",

@@ -65,24 +65,36 @@ def warn_of_training(model: nn.Module) -> None:
 
     Batch norms without running statistics do so in evaluation mode too.
     """
+    where, in_training = batch_dependence(model)
+    if where is None:
+        return
+    if in_training:
+        message = (
+            f"{where} is in training mode, so that explanations depend on the batch or on chance; call "
+            "model.eval() first"
+        )
+    else:
+        message = (
+            f"{where} normalises by the statistics of the batch, in evaluation mode too, so that "
+            "explanations depend on which examples are in it; use norms with track_running_stats=True, "
+            "or explain the same batch each time"
+        )
+    warnings.warn(message, stacklevel=3)
+
+
+def batch_dependence(model: nn.Module) -> tuple[str | None, bool]:
+    """The first module whose output depends on the batch or on chance, and if that is for training mode.
+
+    None if there is no such module. A module that is in training mode, but does the same there, is none.
+    """
     for name, module in model.named_modules():
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        if module.training and _is_unsafe_in_training(module):
+            return where, True
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if is_norm and not module.training and module.running_mean is None:
-            warnings.warn(
-                f"{where} normalises by the statistics of the batch, in evaluation mode too, so that "
-                "explanations depend on which examples are in it; use norms with track_running_stats=True, "
-                "or explain the same batch each time",
-                stacklevel=3,
-            )
-            return
-        if module.training and _is_unsafe_in_training(module):
-            warnings.warn(
-                f"{where} is in training mode, so that explanations depend on the batch or on chance; call "
-                "model.eval() first",
-                stacklevel=3,
-            )
-            return
+            return where, False
+    return None, False
 
 
 def _is_unsafe_in_training(module: nn.Module) -> bool:

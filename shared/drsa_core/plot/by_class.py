@@ -60,7 +60,14 @@ def confusion_matrices(matrices: Mapping[str, Tensor], names: Sequence[str] | No
     if not matrices:
         raise ValueError("matrices must hold at least one confusion matrix")
     for title, matrix in matrices.items():
+        if not isinstance(matrix, Tensor):
+            raise TypeError(f"the matrix {title!r} must be a torch tensor, got {type(matrix).__name__}")
         check_finite(matrix, f"the matrix {title!r}")
+        if bool((matrix != matrix.round()).any()) or bool((matrix < 0).any()):
+            raise ValueError(
+                f"the matrix {title!r} must hold counts, as from confusion_matrix: shares do not tell the "
+                "accuracy"
+            )
     shapes = {tuple(matrix.shape) for matrix in matrices.values()}
     n_classes = next(iter(shapes))[0] if len(shapes) == 1 else 0
     if shapes != {(n_classes, n_classes)}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +84,7 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
 
     if not histories or not all(histories.values()):
         raise ValueError("histories must hold at least one method with at least one class, got none")
-    # A class has one colour in all panels, of which the last one has the legend.
+    # A class has one colour in all panels, of which the last one has the legend of all.
     names = dict.fromkeys(name for by_class in histories.values() for name in by_class)
     colours = {name: f"C{number}" for number, name in enumerate(names)}
     figure = Figure(figsize=(4.2 * len(histories), 3.4), layout="constrained")
@@ -101,8 +101,8 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
         axis.set_xlim(left=0)
         _strip(axis)
     axes[0].set_ylabel("objective")
-    if len(next(iter(histories.values()))) <= 8:
-        axes[-1].legend(fontsize=8)
+    if len(names) <= 8:
+        _legend_of_all(axes[-1], axes)
     return figure
 
 
@@ -132,9 +132,11 @@ def scores_against(
     figure = Figure(figsize=(3.9 * len(panels), 3.4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     are_names = isinstance(x[0], str)
+    # A method has one colour and one marker in all panels, of which the first one has the legend of all.
+    methods = list(dict.fromkeys(method for lines in panels.values() for method in lines))
     places: Sequence[Any] = range(len(x)) if are_names else x
     for axis, (score, lines) in zip(axes, panels.items(), strict=True):
-        for number, (method, summaries) in enumerate(lines.items()):
+        for method, summaries in lines.items():
             if len(summaries) != len(x):
                 raise ValueError(
                     f"{method!r} must have a summary of {score!r} for each of the {len(x)} x, got "
@@ -143,8 +145,17 @@ def scores_against(
             means = [s.mean for s in summaries]
             check_finite(torch.tensor(means), f"{score!r} of {method!r}")
             errors = [s.standard_error if s.n_classes > 1 else 0.0 for s in summaries]
-            marker = _MARKERS[number % 8]
-            axis.errorbar(places, means, errors, marker=marker, markersize=5, capsize=3, label=method)
+            number = methods.index(method)
+            axis.errorbar(
+                places,
+                means,
+                errors,
+                color=f"C{number}",
+                marker=_MARKERS[number % 8],
+                markersize=5,
+                capsize=3,
+                label=method,
+            )
         if references is not None and score in references:
             axis.axhline(references[score], color="grey", linestyle="--", label="no projection")
         if not are_names:
@@ -155,7 +166,7 @@ def scores_against(
         axis.set_xlabel(xlabel)
         axis.set_title(score)
         _strip(axis)
-    axes[0].legend(fontsize=8)
+    _legend_of_all(axes[0], axes)
     return figure
 
 
@@ -190,6 +201,15 @@ def delta_aupc_bars(gains: Mapping[str, Mapping[str, float]]) -> Figure:
     axis.legend(handles[::-1], labels[::-1], fontsize=8)  # as the bars lie
     _strip(axis)
     return figure
+
+
+def _legend_of_all(axis: Axes, axes: Iterable[Axes]) -> None:
+    """A legend of what any of the panels holds, in one of them."""
+    handles: dict[str, Any] = {}
+    for panel in axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    axis.legend(list(handles.values()), list(handles), fontsize=8)
 
 
 def _strip(axis: Axes) -> None:

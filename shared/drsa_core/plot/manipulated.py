@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..parameters import as_int
 from ..validation import as_float_tensor, check_finite
-from .style import draw_map, number, pooled
+from .style import colour_limits, draw_map, number, pooled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,14 +61,15 @@ def manipulated_map(
     shown = [[maps.sum(0), maps[0], maps[1]] for maps in (original, manipulated)]
     parts = [[pooled(part, pool) for part in row] for row in (*shown, [target_map])]
     # One scale for all: a part can be compared with the whole.
-    limit = max(max(float(part.abs().flatten().quantile(0.995)) for part in row) for row in parts)
+    limit = colour_limits(torch.stack([part for row in parts for part in row]), "one")[0]
     titles = ("original", "manipulated", "target image")
     for row, (image, title) in enumerate(zip(pictures, titles, strict=True)):
-        axes[row, 0].imshow(image.clamp(0, 1).movedim(0, -1).squeeze(-1).numpy(), cmap="gray")
+        picture = image.clamp(0, 1).movedim(0, -1).squeeze(-1).numpy()
+        axes[row, 0].imshow(picture, cmap="gray", vmin=0, vmax=1)
         axes[row, 0].set_title(title)
         for column, part in enumerate(parts[row], start=1):
             size = (int(target_map.shape[0]), int(target_map.shape[1]))
-            draw_map(axes[row, column], part, max(limit, 1e-30), None, size, pool)
+            draw_map(axes[row, column], part, limit, None, size, pool)
     for row, name in enumerate(("of the original", "of the manipulated")):
         for column, what in enumerate(("map", "PRCA-1", "residual"), start=1):
             axes[row, column].set_title(f"{what} {name}" if column == 1 else what)

@@ -15,7 +15,7 @@ from ..parameters import as_float, as_int
 from ..precision import HALF, full_precision
 from ..provenance import Provenance, check_provenance
 from ..subspaces import Subspaces
-from ..validation import as_float_tensor, check_finite, check_matrix
+from ..validation import as_float_tensor, check_finite, check_matrix, own_copy
 from .refinement import DropIn, as_concepts
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
@@ -119,7 +119,7 @@ class ProjectedModel(DropIn):
         check_finite(context, "context")
         directions = torch.stack([subspaces.project_context(context, k, 0) for k in self.concepts])
         object.__setattr__(self, "subspaces", subspaces)
-        object.__setattr__(self, "directions", directions)
+        object.__setattr__(self, "directions", own_copy(directions))
         object.__setattr__(self, "usual", reference.mean(0))
         # By sorting: torch's quantile refuses more than 16 million values.
         with full_precision():

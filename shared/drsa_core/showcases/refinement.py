@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..parameters import as_int
-from ..validation import as_float_tensor, check_finite
+from ..validation import as_float_tensor, check_finite, own_copy
 
 ConceptRelevance = Callable[[Tensor, int], Tensor]
 """`concept_relevance(x, target)`: inputs (N, …) and the index of an output to relevance R_k, shape (N, K)."""
@@ -144,7 +144,7 @@ class RefinedModel(DropIn):
             )
         self.concepts = as_concepts(concepts)
         if mean_relevance is not None:
-            mean_relevance = as_float_tensor(mean_relevance, "mean_relevance")
+            mean_relevance = own_copy(as_float_tensor(mean_relevance, "mean_relevance"))
             check_finite(mean_relevance, "mean_relevance")
             if mean_relevance.ndim != 1 or len(mean_relevance) <= max(self.concepts):
                 raise ValueError(

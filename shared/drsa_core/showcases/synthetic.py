@@ -17,7 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from ..parameters import as_float, as_int
-from ..validation import check_finite
+from ..validation import as_float_tensor, check_finite
 
 #: Eight shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
 #: can be told by its mean brightness alone. Scenes use the first six unless they are asked for more.
@@ -186,6 +186,7 @@ def match_masks(maps: Tensor, masks: Tensor) -> Matching:
     Matching
         A map without any positive relevance has the share 0.
     """
+    maps = as_float_tensor(maps, "maps")
     if maps.ndim == 5:
         maps = maps.sum(2)
     if maps.ndim != 4 or masks.ndim != 4 or (len(maps), *maps.shape[2:]) != (len(masks), *masks.shape[2:]):

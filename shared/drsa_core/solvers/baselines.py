@@ -11,7 +11,7 @@ from torch import Tensor
 from ..parameters import Seed, as_int, as_seed
 from ..scaling import feature_relevance, unscaled
 from ..subspaces import RESIDUAL, Subspaces
-from ..validation import ArrayLike, check_nonzero_contexts
+from ..validation import ArrayLike, check_nonzero
 from .drsa import DRSA, block_sizes
 from .estimator import Activations, Estimator, with_provenance
 from .prca import PRCA
@@ -52,7 +52,7 @@ class MaxRel(Estimator):
     def fit(self, a: Activations, c: ArrayLike | None = None) -> Self:
         """Fit from activations and contexts of shape (N, D), or from `Pairs` alone."""
         a, c, provenance = self._pairs(a, c)
-        check_nonzero_contexts(c)
+        check_nonzero(a, c)
         d, n_features = as_int(self.n_components, "n_components", 1), a.shape[1]
         if d > n_features:
             raise ValueError(f"n_components must be at most D = {n_features}, got {d}")

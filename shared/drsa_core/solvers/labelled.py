@@ -16,7 +16,7 @@ from torch import Tensor
 from ..parameters import as_float, as_int, as_int_labels
 from ..scaling import feature_relevance, unit_rows, unit_scale
 from ..subspaces import RESIDUAL, Subspaces
-from ..validation import ArrayLike, check_matrix, check_nonzero_contexts, check_pairs
+from ..validation import ArrayLike, check_matrix, check_nonzero, check_pairs
 from .estimator import Activations, unpack_pairs, with_provenance
 
 
@@ -48,7 +48,7 @@ def netdissect_subspaces(
     """
     activations, contexts, provenance = unpack_pairs(a, c)
     a, c = check_pairs(activations, contexts)
-    check_nonzero_contexts(c)
+    check_nonzero(a, c)
     n_features = a.shape[1]
     if isinstance(concepts, str | PathLike):
         concepts = _read_tally(Path(concepts))

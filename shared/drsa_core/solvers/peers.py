@@ -21,7 +21,7 @@ from torch import Tensor
 from ..parameters import Seed, as_float, as_int, as_seed
 from ..scaling import feature_relevance, unit_rows, unit_scale
 from ..subspaces import Subspaces
-from ..validation import ArrayLike, check_nonzero_contexts
+from ..validation import ArrayLike, check_nonzero
 from .estimator import Activations, Estimator, with_provenance
 
 
@@ -73,7 +73,7 @@ class Directions(Estimator):
         The contexts rank the directions; only `Channels` finds them by the contexts.
         """
         a, c, provenance = self._pairs(a, c)
-        check_nonzero_contexts(c)
+        check_nonzero(a, c)
         n_subspaces = as_int(self.n_subspaces, "n_subspaces", 1, a.shape[1])
         if len(a) < n_subspaces:
             raise ValueError(f"{n_subspaces} directions need at least as many samples, got {len(a)}")
@@ -107,7 +107,7 @@ class NMF(Directions):
                 "negative ones; choose a layer that ends in a ReLU"
             )
         solver = _sklearn("decomposition").NMF(n_subspaces, init="nndsvda", max_iter=400, random_state=seed)
-        return torch.from_numpy(_quietly(solver, a).components_.T.copy())
+        return torch.from_numpy(_fitted(solver, a, n_subspaces).components_.T.copy())
 
 
 class ICA(Directions):
@@ -117,7 +117,9 @@ class ICA(Directions):
         solver = _sklearn("decomposition").FastICA(
             n_subspaces, whiten="unit-variance", max_iter=500, tol=1e-3, random_state=seed
         )
-        return torch.from_numpy(_quietly(solver, a).mixing_.copy())
+        # It whitens what differs from the mean.
+        _check_span(a - a.double().mean(0), a, n_subspaces, "vary in")
+        return torch.from_numpy(_fitted(solver, a, n_subspaces).mixing_.copy())
 
 
 class KMeansDirections(Directions):
@@ -125,7 +127,7 @@ class KMeansDirections(Directions):
 
     def _find(self, a: Tensor, c: Tensor, n_subspaces: int, seed: int | None) -> Tensor:
         solver = _sklearn("cluster").KMeans(n_subspaces, n_init=3, random_state=seed)
-        return torch.from_numpy(_quietly(solver, a).cluster_centers_.T.copy())
+        return torch.from_numpy(_fitted(solver, a, n_subspaces).cluster_centers_.T.copy())
 
 
 class SparseDictionary(Directions):
@@ -144,9 +146,10 @@ class SparseDictionary(Directions):
         self.sparsity = sparsity
 
     def _find(self, a: Tensor, c: Tensor, n_subspaces: int, seed: int | None) -> Tensor:
+        sparsity = as_float(self.sparsity, "sparsity", 0)
         solver = _sklearn("decomposition").MiniBatchDictionaryLearning(
             n_subspaces,
-            alpha=as_float(self.sparsity, "sparsity", 0),
+            alpha=sparsity,
             max_iter=20,
             batch_size=256,
             fit_algorithm="cd",
@@ -154,7 +157,15 @@ class SparseDictionary(Directions):
             random_state=seed,
         )
         scale = float(a.double().square().mean().sqrt())
-        return torch.from_numpy(_quietly(solver, a / max(scale, 1e-30)).components_.T.copy())
+        scaled = a / max(scale, 1e-30)
+        atoms = torch.from_numpy(_fitted(solver, scaled, n_subspaces).components_.T.copy())
+        # The codes of a are all zero where aᵀd is at most the weight of the L1 norm for every atom d.
+        if float((scaled.double().cpu() @ atoms).max()) <= sparsity:
+            raise ValueError(
+                f"with sparsity = {sparsity:g} no activation has a code, so that the directions are those of "
+                "the random start; lower it"
+            )
+        return atoms
 
 
 class Channels(Directions):
@@ -172,9 +183,26 @@ def _sklearn(module: str) -> Any:
         raise ImportError("this method is scikit-learn's: pip install 'captum-zennit-drsa[peers]'") from error
 
 
-def _quietly(solver: Any, a: Tensor) -> Any:
+def _fitted(solver: Any, a: Tensor, n_subspaces: int) -> Any:
     """Fit in float64. What scikit-learn says of convergence is no news: iterations are bounded on purpose."""
+    _check_span(a, a, n_subspaces, "span")
     values: np.ndarray[Any, Any] = a.detach().cpu().double().numpy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return solver.fit(values)
+
+
+def _check_span(x: Tensor, a: Tensor, n_subspaces: int, verb: str) -> None:
+    """Raise if activations, or what differs from their mean, have fewer than K directions.
+
+    The rest would be made up: by the random start, or by rounding errors that whitening blows up.
+    """
+    x, a = x.double(), a.double()
+    energies = torch.linalg.eigvalsh(x.T @ x if len(x) >= x.shape[1] else x @ x.T)
+    # The rounding of float32 has some 1e-15 of the energy.
+    rank = int((energies > 1e-13 * a.square().sum()).sum())
+    if rank < n_subspaces:
+        raise ValueError(
+            f"the activations {verb} only {rank} of {a.shape[1]} dimensions, where {n_subspaces} directions "
+            "cannot be told apart; ask for fewer of them, or give more samples"
+        )

@@ -14,7 +14,7 @@ from ..pair_shards import Chunk, HeldChunk, PairShards
 from ..pairs import balanced, normalise
 from ..scaling import times_power_of_two, unit_scale
 from ..subspaces import Subspaces
-from ..validation import check_finite, check_nonzero_contexts
+from ..validation import check_finite, check_nonzero
 from .objective import Objective
 from .sharded import Rows, ShardedObjective
 
@@ -55,7 +55,7 @@ class HeldSamples:
     """
 
     def __init__(self, a: Tensor, c: Tensor, provenance: Any) -> None:
-        check_nonzero_contexts(c)
+        check_nonzero(a, c)
         # Neither the objective nor the order of the blocks depends on the scale of the data.
         self.a, self.c, self.provenance = unit_scale(a)[0], unit_scale(c)[0], provenance
         self.n_samples, self.template = len(a), a[:0]
@@ -84,8 +84,8 @@ class ShardedSamples:
         self.template = torch.empty(0, shards.n_features, dtype=shards.dtype, device=device)
         largest = self._largest(shards.chunks)
         self._exponents = [math.frexp(value)[1] for value in largest]
-        if self.n_samples and not largest[1]:
-            check_nonzero_contexts(torch.zeros(1))
+        if self.n_samples:
+            check_nonzero(*torch.tensor(largest, dtype=torch.float64))
 
     def _largest(self, chunks: Iterator[Chunk] | Iterator[Rows]) -> list[float]:
         """The largest moduli of a and of c."""
