@@ -336,8 +336,9 @@ def test_relevance_that_is_negative_everywhere_is_an_error() -> None:
 
 def test_budget_that_ends_first_is_a_warning() -> None:
     a, c = sample_pairs_of(100, 6)
-    with pytest.warns(ConvergenceWarning, match="max_iter = 3 was reached"):
+    with pytest.warns(ConvergenceWarning, match="max_iter = 3 was reached") as caught:
         model = DRSA(2, max_iter=3, n_init=1, random_state=0).fit(a, c)
+    assert caught[0].filename == __file__  # the line that called, not one of ours
     assert not model.converged_
     assert model.n_iter_ == 3
 

@@ -175,7 +175,7 @@ class DRSA(Estimator):
                 f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {chosen.tol:g}); "
                 "raise max_iter, or tol if the objective in history_ is flat enough",
                 ConvergenceWarning,
-                stacklevel=2,
+                stacklevel=3,  # the decorator of `fit` stands between
             )
         self.objective_ = best.objective
         self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged
