@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from drsa_core import Subspaces, filter_context
 from drsa_core.layer import Request
+from drsa_core.precision import full_precision
 from torch import Tensor, nn
 
 
@@ -37,7 +38,9 @@ class RelevanceModel(nn.Module):
         self.layer_name = request.layer_name
         self._request = (request,)  # in a tuple, so that the layer does not become a child a second time
         self._concept_axis = concept_axis
-        filtered = filter_context(context.detach(), subspaces, request.channel_dim)  # (K, N, …, D, …)
+        # Methods that perturb take differences of outputs, of which half precision would leave a digit or two.
+        context = context.detach().to(torch.promote_types(context.dtype, torch.float32))
+        filtered = filter_context(context, subspaces, request.channel_dim)  # (K, N, …, D, …)
         self._filtered = filtered.transpose(0, 1).flatten(2)  # (N, K, positions × D)
 
     def forward(self, *args: Any) -> Tensor:
@@ -62,9 +65,13 @@ class RelevanceModel(nn.Module):
         """Number K of concepts."""
         return int(self._filtered.shape[1])
 
+    @full_precision()
     def relevance(self, activation: Tensor, example: Tensor) -> Tensor:
-        """R̂_k of activations (n, …, D, …) under the contexts of the examples named, shape (n, K)."""
-        rows = activation.flatten(1)
+        """R̂_k of activations (n, …, D, …) under the contexts of the examples named, shape (n, K).
+
+        In float32 for half precision.
+        """
+        rows = activation.flatten(1).to(self._filtered.dtype)
         if len(self._filtered) == 1:
             return rows @ self._filtered[0].T
         # Example by example, so that no context is copied for every row.

@@ -200,4 +200,5 @@ class TwoSteps(Explainer):
 
 
 def _sum_of_pixels(maps: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([m.reshape(*m.shape[:2], -1).sum(2) for m in maps]).sum(0)
+    exact = torch.promote_types(maps[0].dtype, torch.float32)
+    return torch.stack([m.reshape(*m.shape[:2], -1).sum(2, dtype=exact) for m in maps]).sum(0)
