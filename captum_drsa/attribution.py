@@ -201,7 +201,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             As in `attribute`.
         """
         if self._record.at_input is None:
-            single_input(inputs)
+            inputs = single_input(inputs)
         args = kwargs.pop("additional_forward_args", None)
         self._check_target(inputs, target, args)
 
