@@ -38,7 +38,7 @@ class RelevanceModel(nn.Module):
         self.layer_name = request.layer_name
         self._request = (request,)  # in a tuple, so that the layer does not become a child a second time
         self._concept_axis = concept_axis
-        # Methods that perturb take differences of outputs, of which half precision would leave a digit or two.
+        # Methods that perturb take differences of outputs, of which half precision leaves a digit or two.
         context = context.detach().to(torch.promote_types(context.dtype, torch.float32))
         filtered = filter_context(context, subspaces, request.channel_dim)  # (K, N, …, D, …)
         self._filtered = filtered.transpose(0, 1).flatten(2)  # (N, K, positions × D)
