@@ -284,7 +284,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
 
     def _check_target(self, inputs: Inputs, target: Target, args: Any) -> None:
         """Compare where the subspaces were made with what they are used for."""
-        self._check_use(target, 5, lambda: self._restored(self._request(inputs, None, args).n_outputs))
+        self._check_use(target, 5, lambda: self._restored(self._request(inputs, None, args, True).n_outputs))
 
     def _why_no_delta(self) -> str:
         name, inner = type(self.attribution_method).__name__, within_tunnels(self.attribution_method)
