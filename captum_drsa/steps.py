@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from captum.attr import LRP, Attribution, DeepLift, GradientShap, NoiseTunnel
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
-from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
+from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, guarded
 from drsa_core.validation import check_finite
 from torch import Tensor
 
@@ -69,7 +69,9 @@ class TwoSteps(Explainer):
         return self._two_steps(request, self._record.explain, options)
 
     def _lrp(self, request: Request, verbose: bool = False) -> Steps:
-        own = None if self._own_context else self._step_1(request)[1]  # before Captum's hooks are there
+        own = None
+        if not self._own_context:  # before Captum's hooks are there; its LayerLRP takes the rules off the model
+            own = guarded(self._known_model(), lambda: self._step_1(request)[1])
         backward = LRPPass(self.attribution_method, request, verbose)
         context = backward.context if own is None else own
         self._check_step_1(request, backward.activation, context)
