@@ -26,7 +26,12 @@ from captum.attr import (
 )
 from torch import Tensor, nn
 
-from captum_drsa import DisentangledAttribution, LayerAttributionContext
+from captum_drsa import (
+    DisentangledAttribution,
+    IntegratedGradientsContext,
+    LayerAttributionContext,
+    ShapleyContext,
+)
 from tests.captum_adapter.networks import conv_net, images, subspaces
 from tests.model_state import model_state
 
@@ -247,3 +252,10 @@ def test_layer_attributors_of_a_layer_that_runs_twice() -> None:
         da = split(IntegratedGradients(model), relu, context_method=attributor(model, relu))
         with pytest.raises(ValueError, match="layer '1' runs more than once in a forward pass"):
             da.context(torch.randn(2, 6), 1)
+
+
+@pytest.mark.parametrize("choice", [ShapleyContext, IntegratedGradientsContext, LayerDeepLift])
+def test_a_class_as_context_method(choice) -> None:
+    """It was called with what is to be explained, and failed there."""
+    with pytest.raises(ValueError, match=r"a context object such as ShapleyContext\(n_samples=100\)"):
+        split(InputXGradient(conv_net()), context_method=choice)
