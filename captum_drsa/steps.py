@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -163,7 +164,11 @@ class TwoSteps(Explainer):
         with torch.no_grad():
             example = torch.arange(len(request), device=activation.device)
             at_input = model.relevance(activation, example)
-            return at_input - baseline_relevance(request, model, baselines, self._record.draws_baselines)
+            together = None
+            if self._record.draws_baselines:  # GradientShap draws those of each input by themselves
+                is_shap = isinstance(within_tunnels(self.attribution_method), GradientShap)
+                together = product if is_shap else zip
+            return at_input - baseline_relevance(request, model, baselines, together)
 
     def _drawn(self, request: Request, baselines: Any, is_distribution: bool = False) -> Any:
         """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
