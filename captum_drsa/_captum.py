@@ -120,7 +120,8 @@ class _RescaleHook:
         if module not in self._slopes or self._slopes[module][0] is not inputs:
             (x, x_reference), (y, y_reference) = inputs.chunk(2), outputs.chunk(2)
             delta = x - x_reference
-            self._slopes[module] = inputs, delta.abs() < self._eps, (y - y_reference) / delta
+            # Not "<", as in Captum: in float16 its eps is 0, and 0 / 0 would be the slope.
+            self._slopes[module] = inputs, delta.abs() <= self._eps, (y - y_reference) / delta
         _, vanishes, slope = self._slopes[module]
         del module.input, module.output  # as Captum does, to notice a module that runs twice
         halves = zip(grad_input.chunk(2), grad_output.chunk(2), strict=True)

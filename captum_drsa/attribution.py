@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from captum.attr import LRP, Attribution, InputXGradient, LayerGradientXActivation, NoiseTunnel
+from captum.attr import LRP, Attribution, InputXGradient, LayerGradientXActivation, NoiseTunnel, Occlusion
 from drsa_core import Explanation, Losses, Subspaces, model_fingerprint
 from drsa_core.explainer import check_subspaces, single_input
 from drsa_core.fingerprint import function_digest
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ._captum import logged, modules_with_hooks, rules_on
 from .below_layer import FromLayer
 from .context import measure_bypass
-from .inputs import as_arguments, as_inputs
+from .inputs import as_arguments, as_inputs, entries_per_feature
 from .methods import choose_context, record_of, within_tunnels
 from .steps import Steps, TwoSteps
 
@@ -201,18 +201,22 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
             As in `attribute`.
         """
         if self._record.at_input is None:
-            single_input(inputs)
+            inputs = single_input(inputs)
         args = kwargs.pop("additional_forward_args", None)
         self._check_target(inputs, target, args)
 
-        def by_concept(request: Request) -> tuple[Steps, Tensor, float | None]:
+        def by_concept(request: Request) -> tuple[Steps, Tensor, float | None, Tensor | None]:
             with torch.no_grad():
                 score = request.scores(request.forward(*copies((*request.inputs, *request.args))))
-            steps = self._both_steps(request, self._options(request, kwargs))
+            options = self._options(request, kwargs)
+            steps = self._both_steps(request, options)
             around = steps.share_around
-            return steps, score, measure_bypass(request) if around is None else around
+            entries = None
+            if options.get("return_input_shape", True):  # else there is one entry for each feature
+                entries = entries_per_feature(options.get("feature_mask"), request.inputs[0])
+            return steps, score, measure_bypass(request) if around is None else around, entries
 
-        steps, score, around = self._guarded(by_concept, inputs, target, args)
+        steps, score, around, entries = self._guarded(by_concept, inputs, target, args)
         # On its own: Captum's LRP leaves its rules on the model until the guard is left.
         by_itself = None
         if whole:
@@ -232,7 +236,11 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
                 self.attribution_method, LRP | InputXGradient | LayerGradientXActivation
             )
             and (self._own_context or self._takes_one_pass),
-            is_relevance=bool(self.multiplies_by_inputs),
+            # Windows of Occlusion may overlap; smoothgrad_sq and vargrad are squares.
+            is_relevance=bool(self.multiplies_by_inputs)
+            and not isinstance(self.attribution_method, Occlusion)
+            and kwargs.get("nt_type", "smoothgrad") == "smoothgrad",
+            entries_per_feature=entries,
             **self._at_positions(inputs, steps.activation, steps.context),
         )
 
@@ -276,7 +284,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
 
     def _check_target(self, inputs: Inputs, target: Target, args: Any) -> None:
         """Compare where the subspaces were made with what they are used for."""
-        self._check_use(target, 5, lambda: self._restored(self._request(inputs, None, args).n_outputs))
+        self._check_use(target, 5, lambda: self._restored(self._request(inputs, None, args, True).n_outputs))
 
     def _why_no_delta(self) -> str:
         name, inner = type(self.attribution_method).__name__, within_tunnels(self.attribution_method)

@@ -80,6 +80,13 @@ class LayerAttributionContext:
 
     attributor: LayerAttribution
 
+    def __post_init__(self) -> None:
+        if not self.attributor.multiplies_by_inputs:
+            raise ValueError(
+                f"context_method {type(self.attributor).__name__} gives no relevance R here, from which "
+                "contexts c = R ⊘ a are found; make it with multiply_by_inputs=True, or use another one"
+            )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.attributor).__name__})"
 
@@ -104,8 +111,10 @@ class LayerAttributionContext:
             )
         request = original(request)  # Captum's attributor is one for the network's own inputs
         measure_bypass(request)
+        cut = Cut()
         with torch.no_grad():
-            activation = request.activation().clone()
+            request.run(cut)  # as a whole: it refuses a layer that runs twice, of which Captum takes one run
+        activation = cut.above
         inputs = tuple(x.detach().clone() for x in request.inputs)  # Captum sets requires_grad on them
         if not isinstance(self.attributor, PerturbationAttribution):
             for x in inputs:

@@ -59,6 +59,22 @@ def as_arguments(additional_forward_args: Any) -> tuple[Any, ...]:
         return tuple(v.clone() if isinstance(v, Tensor) and v.is_inference() else v for v in given)
 
 
+def entries_per_feature(feature_mask: Any, x: Tensor) -> Tensor | None:
+    """How many entries of an input (N, …) belong to the feature of each, shape (1, …) or (N, …).
+
+    None without a mask: each entry is a feature then.
+    """
+    mask = feature_mask[0] if isinstance(feature_mask, tuple) else feature_mask
+    if mask is None:
+        return None
+    mask = mask if mask.ndim == x.ndim else mask[None]  # one of fewer axes is for all examples
+    counts = []
+    for row in mask:
+        _, feature, sizes = torch.unique(row.expand(x.shape[1:]), return_inverse=True, return_counts=True)
+        counts.append(sizes[feature])
+    return torch.stack(counts)
+
+
 def as_captum_target(target: Target) -> Any:
     """A target in a form that Captum itself takes: it knows neither arrays nor all negative numbers.
 

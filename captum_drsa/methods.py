@@ -185,7 +185,7 @@ def choose_context(
         return by_name[choice]
     if isinstance(choice, LRPContext) and model is not None and choice.method.model is not model:
         raise ValueError("context_method LRPContext was made for another model than the one explained")
-    if callable(choice):
+    if callable(choice) and not isinstance(choice, type):
         return choice
     raise ValueError(
         "context_method must be one of 'gradient', 'integrated_gradients', 'shapley' and (for modules) "

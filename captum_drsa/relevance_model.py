@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from drsa_core import Subspaces, filter_context
 from drsa_core.layer import Request
+from drsa_core.precision import full_precision
 from torch import Tensor, nn
 
 
@@ -37,7 +39,9 @@ class RelevanceModel(nn.Module):
         self.layer_name = request.layer_name
         self._request = (request,)  # in a tuple, so that the layer does not become a child a second time
         self._concept_axis = concept_axis
-        filtered = filter_context(context.detach(), subspaces, request.channel_dim)  # (K, N, …, D, …)
+        # Methods that perturb take differences of outputs, of which half precision leaves a digit or two.
+        context = context.detach().to(torch.promote_types(context.dtype, torch.float32))
+        filtered = filter_context(context, subspaces, request.channel_dim)  # (K, N, …, D, …)
         self._filtered = filtered.transpose(0, 1).flatten(2)  # (N, K, positions × D)
 
     def forward(self, *args: Any) -> Tensor:
@@ -62,9 +66,13 @@ class RelevanceModel(nn.Module):
         """Number K of concepts."""
         return int(self._filtered.shape[1])
 
+    @full_precision()
     def relevance(self, activation: Tensor, example: Tensor) -> Tensor:
-        """R̂_k of activations (n, …, D, …) under the contexts of the examples named, shape (n, K)."""
-        rows = activation.flatten(1)
+        """R̂_k of activations (n, …, D, …) under the contexts of the examples named, shape (n, K).
+
+        In float32 for half precision.
+        """
+        rows = activation.flatten(1).to(self._filtered.dtype)
         if len(self._filtered) == 1:
             return rows @ self._filtered[0].T
         # Example by example, so that no context is copied for every row.
@@ -81,20 +89,23 @@ def args_of_rows(request: Request) -> tuple[Any, ...]:
     return (*(value for value, batched in further if batched), numbers)
 
 
-def baseline_relevance(request: Request, model: RelevanceModel, baselines: Any, distribution: bool) -> Tensor:
-    """R̂_k(x̃) under the context of each example, shape (N, K); the mean if x̃ is a distribution."""
+def baseline_relevance(
+    request: Request,
+    model: RelevanceModel,
+    baselines: Any,
+    together: Callable[..., Iterable[tuple[Tensor, ...]]] | None,
+) -> Tensor:
+    """R̂_k(x̃) under the context of each example, shape (N, K); the mean if x̃ is a distribution.
+
+    `together` says which rows of the baselines of several inputs make one x̃ then: `zip`, or all combinations.
+    """
     references = as_tensors(request, baselines)
     example = torch.arange(len(request), device=request.inputs[0].device)
-    if not distribution:
-        parts = [tuple(r.expand_as(x) for r, x in zip(references, request.inputs, strict=True))]
-    else:
-        parts = [
-            tuple(r[b : b + 1].expand_as(x) for r, x in zip(references, request.inputs, strict=True))
-            for b in range(len(references[0]))
-        ]
-    relevance = [
-        model.relevance(replace(request, inputs=reference).activation(), example) for reference in parts
-    ]
+    parts = [tuple(references)] if together is None else together(*(r.split(1) for r in references))
+    relevance = []
+    for part in parts:
+        inputs = tuple(r.expand_as(x) for r, x in zip(part, request.inputs, strict=True))
+        relevance.append(model.relevance(replace(request, inputs=inputs).activation(), example))
     return torch.stack(relevance).mean(0)
 
 
@@ -106,12 +117,18 @@ def check_baselines(request: Request, baselines: Any, is_distribution: bool, is_
     is_distribution : bool
         Whether any number of rows is right, as for `GradientShap`.
     is_exact : bool
-        Whether axes of size 1 are not stretched, as in `DeepLift`.
+        Whether axes of size 1 are not stretched, as in `DeepLift`, and rows of several inputs go together.
     """
     given = baselines if isinstance(baselines, tuple) else (baselines,) * len(request.inputs)
     if len(given) != len(request.inputs):
         raise ValueError(
             f"baselines must be one for each of the {len(request.inputs)} inputs, got {len(given)}"
+        )
+    n_rows = [len(baseline) if isinstance(baseline, Tensor) and baseline.ndim else 1 for baseline in given]
+    if is_distribution and is_exact and len(set(n_rows)) > 1:
+        raise ValueError(
+            f"baselines of several inputs go together row by row, but there are {n_rows}; give as many for "
+            "each input"
         )
     for x, baseline in zip(request.inputs, given, strict=True):
         if not isinstance(baseline, Tensor):

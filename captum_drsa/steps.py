@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
 import torch
 from captum.attr import LRP, Attribution, DeepLift, GradientShap, NoiseTunnel
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
-from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request
+from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, guarded
 from drsa_core.validation import check_finite
 from torch import Tensor
 
@@ -69,7 +70,11 @@ class TwoSteps(Explainer):
         return self._two_steps(request, self._record.explain, options)
 
     def _lrp(self, request: Request, verbose: bool = False) -> Steps:
-        own = None if self._own_context else self._step_1(request)[1]  # before Captum's hooks are there
+        own = None
+        if (
+            not self._own_context
+        ):  # before Captum's hooks are there; its LayerLRP takes the rules off the model
+            own = guarded(self._known_model(), lambda: self._step_1(request)[1])
         backward = LRPPass(self.attribution_method, request, verbose)
         context = backward.context if own is None else own
         self._check_step_1(request, backward.activation, context)
@@ -159,7 +164,11 @@ class TwoSteps(Explainer):
         with torch.no_grad():
             example = torch.arange(len(request), device=activation.device)
             at_input = model.relevance(activation, example)
-            return at_input - baseline_relevance(request, model, baselines, self._record.draws_baselines)
+            together = None
+            if self._record.draws_baselines:  # GradientShap draws those of each input by themselves
+                is_shap = isinstance(within_tunnels(self.attribution_method), GradientShap)
+                together = product if is_shap else zip
+            return at_input - baseline_relevance(request, model, baselines, together)
 
     def _drawn(self, request: Request, baselines: Any, is_distribution: bool = False) -> Any:
         """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
@@ -200,4 +209,5 @@ class TwoSteps(Explainer):
 
 
 def _sum_of_pixels(maps: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([m.reshape(*m.shape[:2], -1).sum(2) for m in maps]).sum(0)
+    exact = torch.promote_types(maps[0].dtype, torch.float32)
+    return torch.stack([m.reshape(*m.shape[:2], -1).sum(2, dtype=exact) for m in maps]).sum(0)

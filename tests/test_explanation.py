@@ -13,9 +13,11 @@ from captum.attr import (
     IntegratedGradients,
     LayerConductance,
     LayerDeepLift,
+    NoiseTunnel,
     Saliency,
     ShapleyValues,
 )
+from captum.attr import Occlusion as CaptumOcclusion
 from drsa_core import Explanation, RandomSubspaces, RelevanceLossWarning, Subspaces
 from torch import Tensor, nn
 from zennit.attribution import Gradient, Occlusion, SmoothGrad
@@ -229,6 +231,44 @@ def test_shapley_values_know_their_total() -> None:
     # A feature's value stands at each of its 96 pixels; Captum's Shapley values are float32.
     total = explanation.maps.double().sum((2, 3, 4)) / 96
     torch.testing.assert_close(total, explanation.concept_relevance, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", ["patches", "one for each example", "few axes", "in a tuple"])
+def test_a_feature_counts_once_in_the_certificate(mask: str) -> None:
+    """Its value stands at each of its pixels, and counted there each time: 48 times in the first case."""
+    model, x = network(), images()
+    numbers = torch.arange(64).reshape(8, 8) // 16  # four features of two rows
+    masks: dict[str, Any] = {
+        "patches": numbers[None, None],
+        "one for each example": torch.stack([numbers, numbers.T // 2 + 3])
+        .expand(3, 2, 8, 8)
+        .transpose(0, 1)
+        .contiguous(),
+        "few axes": numbers,
+        "in a tuple": (numbers[None, None],),
+    }
+    run = DisentangledAttribution(ShapleyValues(model), "1", subspaces(), "gradient")
+    explanation = run.explain(x, 1, whole=False, feature_mask=masks[mask])
+    torch.testing.assert_close(explanation.maps, run.attribute(x, target=1, feature_mask=masks[mask]))
+    certificate = explanation.certificate()
+    # Exact Shapley values of a layer without biases sum to R_k, which sum to the score; they are float32.
+    assert certificate.maps_to_layer == pytest.approx(0, abs=1e-5)
+    assert certificate.share_of_score == pytest.approx(1, abs=1e-5)
+
+
+def test_maps_that_are_no_relevance_have_no_share_of_the_score() -> None:
+    """Windows may overlap, and squares of gradients are of another scale."""
+    model, x = network(), images()
+    windows = DisentangledAttribution(CaptumOcclusion(model), "1", subspaces(), "gradient")
+    tunnel = DisentangledAttribution(NoiseTunnel(InputXGradient(model)), "1", subspaces())
+    for run, options in (
+        (windows, {"sliding_window_shapes": (3, 4, 4)}),
+        (tunnel, {"nt_type": "vargrad"}),
+        (tunnel, {"nt_type": "smoothgrad_sq"}),
+    ):
+        certificate = run.explain(x, 1, whole=False, **options).certificate()
+        assert (certificate.maps_to_layer, certificate.share_of_score) == (None, None)
+    assert tunnel.explain(x, 1, whole=False, stdevs=1e-9).certificate().share_of_score == pytest.approx(1)
 
 
 def test_several_inputs_are_refused() -> None:

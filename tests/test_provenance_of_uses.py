@@ -254,6 +254,23 @@ def test_an_attr_output_that_was_a_target_serves_as_such() -> None:
     assert run.concept_relevance(images(), start).shape == (2, 2)
 
 
+def test_negative_targets_with_masks_among_the_inputs() -> None:
+    """To count the outputs, the model was to be differentiated by its masks."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor, mask: Tensor):
+            return self.head(self.layer(x).relu() * mask)
+
+    inputs = (torch.randn(2, 4), torch.ones(2, 1, dtype=torch.long))
+    run = DisentangledAttribution(IntegratedGradients(Masked()), "layer", strict=True)
+    run.fit([(inputs, None)], 4, solver=SOLVER)
+    torch.testing.assert_close(run.concept_relevance(inputs, -1), run.concept_relevance(inputs, 4))
+
+
 def test_both_adapters_collect_the_same_pairs() -> None:
     """Gradient × Input: the same contexts, and positions by seed and image alone."""
     model = network()

@@ -191,7 +191,7 @@ class Captum:
             found = wrapped.explain(self._leaf(inputs), target, **options)
         shares = self._shares(inputs)
         whole = None if found.whole is None else found.whole / shares
-        return replace(found, maps=found.maps / shares, whole=whole)
+        return replace(found, maps=found.maps / shares, whole=whole, entries_per_feature=None)
 
     def concept_relevance(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""

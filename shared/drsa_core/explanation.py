@@ -61,6 +61,9 @@ class Explanation:
         R_k at each position of the layer: (N, K, T) of tokens, (N, K, h, w) of convolutions.
     token_layout : TokenLayout or None
         Where the tokens of the layer lie in the image, if that is known.
+    entries_per_feature : tensor, shape (1, *input) or (N, *input), or None
+        How many entries of a map hold the relevance of one feature, which counts once in sums; None if each
+        entry is a feature. Captum gives all pixels of a patch the relevance of the patch.
     """
 
     maps: Tensor
@@ -75,6 +78,7 @@ class Explanation:
     kept: Mapping[str, Tensor] | None = None
     position_relevance: Tensor | None = None
     token_layout: TokenLayout | None = None
+    entries_per_feature: Tensor | None = None
 
     def __repr__(self) -> str:
         """One line: tensors of whole images would fill the screen."""
@@ -109,7 +113,10 @@ class Explanation:
         """What adds up to what, in numbers."""
         total = self.score.double().abs().sum().clamp(min=_TINY)
         at_layer = self.concept_relevance.double()
-        of_maps = self.maps.double().reshape(*self.maps.shape[:2], -1).sum(2)
+        by_entry = self.maps.double()
+        if self.entries_per_feature is not None:
+            by_entry = by_entry / self.entries_per_feature[:, None]
+        of_maps = by_entry.reshape(*self.maps.shape[:2], -1).sum(2)
         whole = None if self.whole is None else self.whole.double()
         relevance = self.is_relevance
         above = (self.score.double() - at_layer.sum(1)).abs().sum() / total

@@ -192,15 +192,15 @@ def pair_file_batch(path: str | PathLike[str]) -> str | None:
 
 def _check_image(image: Tensor | np.ndarray[Any, Any] | None, n_rows: int) -> Tensor:
     if image is None:
-        return torch.zeros(n_rows, dtype=torch.long)
+        return torch.zeros(n_rows, dtype=torch.long, device="cpu")
     if isinstance(image, np.ma.MaskedArray):
         raise TypeError("image must not be a masked array; drop the masked entries, or fill them")
-    numbers = torch.as_tensor(image)
+    numbers = torch.as_tensor(image, device="cpu")
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(f"image must hold integers, the numbers of the images, got {numbers.dtype}")
     if numbers.shape != (n_rows,):
         raise ValueError(f"image must have shape ({n_rows},), got {tuple(numbers.shape)}")
-    numbers = numbers.long().cpu()  # first: torch knows no minimum of unsigned numbers
+    numbers = numbers.long()  # first: torch knows no minimum of unsigned numbers
     if n_rows and int(numbers.min()) < 0:
         raise ValueError(f"image must count from 0, got {int(numbers.min())}")
     return numbers
@@ -267,12 +267,16 @@ def sample_pairs(
     n_positions = math.prod(a.shape[1:-1])
     shape = (n_images, n_positions, n_features)
     a, c = a.reshape(shape), c.reshape(shape)
+    # On the CPU, also after torch.set_default_device("cuda"): the generator is one of the CPU.
     if positions is None or as_int(positions, "positions", 1) >= n_positions:
-        chosen = torch.arange(n_positions).expand(n_images, -1)
+        chosen = torch.arange(n_positions, device="cpu").expand(n_images, -1)
     else:
-        drawn = [torch.randperm(n_positions, generator=generator)[:positions] for _ in range(n_images)]
-        chosen = torch.stack(drawn) if drawn else torch.empty(0, positions, dtype=torch.long)
-    rows = torch.arange(n_images)[:, None].expand_as(chosen)
+        drawn = [
+            torch.randperm(n_positions, generator=generator, device="cpu")[:positions]
+            for _ in range(n_images)
+        ]
+        chosen = torch.stack(drawn) if drawn else torch.empty(0, positions, dtype=torch.long, device="cpu")
+    rows = torch.arange(n_images, device="cpu")[:, None].expand_as(chosen)
     where = (rows.to(a.device), chosen.to(a.device))
     return Pairs._owning(a[where].flatten(0, 1), c[where].flatten(0, 1), rows.flatten(), None)
 

@@ -13,8 +13,11 @@ from captum.attr import (
     GuidedBackprop,
     InputXGradient,
     IntegratedGradients,
+    InternalInfluence,
     LayerConductance,
+    LayerDeepLift,
     LayerDeepLiftShap,
+    LayerGradientXActivation,
     LayerIntegratedGradients,
     LayerLRP,
     NoiseTunnel,
@@ -23,7 +26,12 @@ from captum.attr import (
 )
 from torch import Tensor, nn
 
-from captum_drsa import DisentangledAttribution
+from captum_drsa import (
+    DisentangledAttribution,
+    IntegratedGradientsContext,
+    LayerAttributionContext,
+    ShapleyContext,
+)
 from tests.captum_adapter.networks import conv_net, images, subspaces
 from tests.model_state import model_state
 
@@ -218,3 +226,36 @@ def test_a_distribution_of_baselines_may_have_any_number_of_rows() -> None:
     tunnel = split(NoiseTunnel(IntegratedGradients(conv_net())))
     options: dict[str, Any] = {"nt_samples": 2, "n_steps": 2, "draw_baseline_from_distrib": True}
     assert tunnel.attribute(x, target=1, baselines=images(5), **options).shape == (3, 3, 3, 12, 12)
+
+
+@pytest.mark.parametrize(
+    "attributor",
+    [
+        lambda model, layer: LayerGradientXActivation(model, layer, multiply_by_inputs=False),
+        lambda model, layer: LayerIntegratedGradients(model, layer, multiply_by_inputs=False),
+        InternalInfluence,
+    ],
+)
+def test_layer_attributors_without_relevance_give_no_contexts(attributor) -> None:
+    """Contexts are c = R ⊘ a; of gradients they would be ∂y/∂a ⊘ a."""
+    model = conv_net()
+    for choice in (lambda a: a, LayerAttributionContext):
+        with pytest.raises(ValueError, match="gives no relevance R here"):
+            split(InputXGradient(model), context_method=choice(attributor(model, model.features[4])))
+
+
+def test_layer_attributors_of_a_layer_that_runs_twice() -> None:
+    """Relevance of its last run was divided by the activation of its first."""
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(6, 8), relu, nn.Linear(8, 8), relu, nn.Linear(8, 3))
+    for attributor in (LayerGradientXActivation, LayerDeepLift, LayerConductance):
+        da = split(IntegratedGradients(model), relu, context_method=attributor(model, relu))
+        with pytest.raises(ValueError, match="layer '1' runs more than once in a forward pass"):
+            da.context(torch.randn(2, 6), 1)
+
+
+@pytest.mark.parametrize("choice", [ShapleyContext, IntegratedGradientsContext, LayerDeepLift])
+def test_a_class_as_context_method(choice) -> None:
+    """It was called with what is to be explained, and failed there."""
+    with pytest.raises(ValueError, match=r"a context object such as ShapleyContext\(n_samples=100\)"):
+        split(InputXGradient(conv_net()), context_method=choice)

@@ -413,3 +413,21 @@ def test_nor_about_those_of_a_layer_attributor() -> None:
         _, context = da.context(images(), 3)
     assert not [str(w.message) for w in caught if "did not already require gradients" in str(w.message)]
     assert not context.requires_grad
+
+
+def test_a_tuple_of_one_input_is_that_input() -> None:
+    """The layout of tokens was unknown then, and `token_maps` an error."""
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor):
+            return self.head(self.block(self.embed(x).flatten(2).transpose(1, 2)).relu().mean(1))
+
+    x = images()
+    da = DisentangledAttribution(InputXGradient(Patches()), "block", subspaces(8), channel_dim=-1)
+    expected = da.explain(x, 1)
+    torch.testing.assert_close(da.explain((x,), 1).token_maps, expected.token_maps)
+    assert expected.token_maps.shape == (2, 3, 3, 3)

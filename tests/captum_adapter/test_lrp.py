@@ -167,6 +167,17 @@ def test_another_context_than_lrps() -> None:
     assert not torch.allclose(own, other, rtol=1e-2)
 
 
+def test_layer_lrp_as_context_leaves_the_rules_to_the_maps() -> None:
+    """Captum takes the rules off the model after each call, so that the maps were those of its defaults."""
+    model = with_rules(Net().eval(), 0.5)
+    x = torch.rand(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    u = subspaces(8, dtype=torch.float64)
+    expected = DisentangledAttribution(LRP(model), "two", u).attribute(x, target=1)
+    by_layer = DisentangledAttribution(LRP(model), "two", u, context_method=LayerLRP(model, model.two))
+    torch.testing.assert_close(by_layer.attribute(x, target=1), expected)
+    assert isinstance(model.one.rule, GammaRule)
+
+
 def test_relevance_on_inactive_neurons_is_reported() -> None:
     """A rule of the user's that leaves relevance on zero activations: the share that is lost is named."""
 

@@ -248,3 +248,16 @@ def test_unusual_arrays_are_taken() -> None:
         ):
             assert Pairs(array, values).a.tolist() == values.tolist()
         assert Pairs(values[::-1], values).a.tolist() == values[::-1].tolist()
+
+
+def test_positions_do_not_depend_on_the_default_device() -> None:
+    """Positions were drawn there, by a generator of the CPU, which CUDA refuses."""
+    a = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+    for positions in (2, None):
+        expected = sample_pairs(a, 2 * a, positions, torch.Generator().manual_seed(1))
+        with torch.device("meta"):
+            pairs = sample_pairs(a, 2 * a, positions, torch.Generator().manual_seed(1))
+            images = Pairs(a[0, :, 0], a[0, :, 1]).image
+        torch.testing.assert_close(pairs.a, expected.a, rtol=0, atol=0)
+        torch.testing.assert_close(pairs.image, expected.image)
+        assert images.device.type == "cpu"
