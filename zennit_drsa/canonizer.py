@@ -96,8 +96,15 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
 
 
 def kind(module: nn.Module) -> type[nn.Module]:
-    """The class whose `forward` a module runs: a subclass without its own is what it inherits from."""
-    return next(parent for parent in type(module).__mro__ if "forward" in vars(parent))
+    """The class whose `forward` a module runs: a subclass without its own is what it inherits from.
+
+    Networks of timm run in parts, such as `forward_features`: who writes one anew runs code of their own.
+    """
+    return next(
+        parent
+        for parent in type(module).__mro__
+        if any(name.startswith("forward") and callable(value) for name, value in vars(parent).items())
+    )
 
 
 def is_merged(norm: Any, statistics: int | None) -> bool:
