@@ -262,18 +262,35 @@ def rule_for_others(module: nn.Module, stabilizer: float) -> Hook | None:
 # ---------------------------------------------------------------------- canonizers
 
 
+def check_norms(root: nn.Module) -> None:
+    """Refuse norms that neither Zennit's canonizers and rules nor canonizers here have seen to.
+
+    Zennit's batch norms are those of one to three axes. `nn.SyncBatchNorm` is none of them, and would scale
+    relevance as it scales gradients.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not has_rule(module):
+            raise ValueError(
+                f"{name or 'the model'} is a SyncBatchNorm, which Zennit neither merges nor has a rule for: "
+                "the maps would be wrong. Put a torch.nn.BatchNorm2d with the same state_dict() in its place"
+            )
+
+
 def applied_reversibly(canonizer: Canonizer, root: nn.Module) -> list[Any]:
     """Apply one of Zennit's canonizers; removing what is returned leaves no trace.
 
     Zennit 1.0.0 hides parameters and statistics behind attributes of the same name, which stay when it takes
     a canonizer back: changes to the parameters, by an optimiser for instance, would then have no effect.
     """
-    originals = _Originals(root)
+    applied: list[Any] = [_Originals(root)]
     try:
-        return [*canonizer.apply(root), originals]
+        applied = [*canonizer.apply(root), *applied]
+        check_norms(root)
     except BaseException:
-        originals.remove()
+        for instance in applied:
+            instance.remove()
         raise
+    return applied
 
 
 class _Originals:

@@ -83,7 +83,7 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
         """Merge the norms among the children of a module into the convolutions right before them."""
         before: nn.Module | None = None
         for child_name, child in parent.named_children():
-            if isinstance(child, nn.BatchNorm2d):
+            if isinstance(child, nn.BatchNorm2d | nn.SyncBatchNorm):
                 scale, shift = _affine(f"{name}.{child_name}".lstrip("."), child)
                 if isinstance(before, nn.Conv2d) and before.out_channels == child.num_features:
                     bias = 0 if before.bias is None else before.bias.detach()
@@ -140,7 +140,7 @@ def _last(module: nn.Module) -> nn.Module:
     return module
 
 
-def _affine(name: str, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+def _affine(name: str, norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
     """Scale and shift of a batch norm in evaluation mode."""
     if norm.training or norm.running_mean is None or norm.running_var is None:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
-from ._zennit import describe_canonizers, exchanges_parameters, holds_relevance, hooks_by_module
+from ._zennit import check_norms, describe_canonizers, exchanges_parameters, holds_relevance, hooks_by_module
 from .arguments import checked_arguments
 from .filter import Concept, SubspaceFilter
 
@@ -88,6 +88,8 @@ class GuardedComposite(Composite):  # type: ignore[misc]
             super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
             _check_parameters(module)
+            if holds_relevance(module):
+                check_norms(module)
             self.handles.extend(checked_arguments(module))
         except BaseException:
             self._guard = guard
