@@ -84,7 +84,7 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
         before: nn.Module | None = None
         for child_name, child in parent.named_children():
             if isinstance(child, nn.BatchNorm2d | nn.SyncBatchNorm):
-                scale, shift = _affine(f"{name}.{child_name}".lstrip("."), child)
+                scale, shift = affine(f"{name}.{child_name}".lstrip("."), child)
                 if isinstance(before, nn.Conv2d) and before.out_channels == child.num_features:
                     bias = 0 if before.bias is None else before.bias.detach()
                     self._edits.parameter(before, "weight", before.weight * scale.view(-1, 1, 1, 1))
@@ -140,7 +140,7 @@ def _last(module: nn.Module) -> nn.Module:
     return module
 
 
-def _affine(name: str, norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
+def affine(name: str, norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
     """Scale and shift of a batch norm in evaluation mode."""
     if norm.training or norm.running_mean is None or norm.running_var is None:
         raise ValueError(

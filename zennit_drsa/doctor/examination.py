@@ -103,7 +103,7 @@ def _examine(
                 every_name[module]
                 for module in watch.order
                 if isinstance(module, _NORMS)
-                and rules.get(module, "Pass") in ("Pass", "canonical form")
+                and rules.get(module, "Pass") == "Pass"
                 and not is_merged(module, statistics.get(module))
             ],
             operations=operations,
@@ -145,7 +145,7 @@ class _Watch:
                 float(self.received[module]),
                 float(self.handed_down[module]),
                 float(self.magnitude[module]),
-                getattr(module, "bias", None) is not None,
+                _has_bias(module),
                 module.keeps if isinstance(module, CanonicalPart) else BIASES,
             )
             for module in self.order
@@ -223,7 +223,12 @@ def _take_rules_off_attention(model: nn.Module) -> None:
 
 
 def _is_affine_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None and getattr(module, "bias", None) is not None
+    return next(module.children(), None) is None and _has_bias(module)
+
+
+def _has_bias(module: nn.Module) -> bool:
+    # A batch norm without one still subtracts its mean.
+    return getattr(module, "bias", None) is not None or isinstance(module, _NORMS)
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:
