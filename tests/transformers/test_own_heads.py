@@ -69,7 +69,7 @@ def test_a_batch_norm_carries_relevance(synchronised, inside):
     norm_now.train()
     with (
         pytest.raises(ValueError, match=r"statistics of the batch.*model\.eval\(\)"),
-        pytest.warns(UserWarning),
+        pytest.warns(UserWarning, match="training"),
     ):
         attributor.context(x, 3)
 
