@@ -86,6 +86,26 @@ def holds_relevance(model: nn.Module, slot: str | None = None) -> bool:
     return any(is_active(hook) and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
 
 
+def check_uncovered(model: nn.Module, layer_name: str) -> None:
+    """Refuse a layer inside of a module with a rule for the whole of it.
+
+    Such a rule takes relevance from the module's output to its input; what crosses the layers inside are
+    gradients, or nothing.
+    """
+    name = layer_name
+    while name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        for hook in hooks_on(module):
+            if replaces_gradient(hook) or getattr(type(hook), "covers_module", False) is True:
+                raise ValueError(
+                    f"layer {layer_name!r} is inside of {name or 'the model'} ({type(module).__name__}), "
+                    f"whose rule {type(hook).__name__} is for the whole of it: no relevance reaches the "
+                    "layer. Choose a layer outside, or that module itself, or give rules to the modules "
+                    "inside instead"
+                )
+
+
 def describe_method(model: nn.Module, slot: str | None, how: str = "GradientContext()") -> str:
     """How contexts are found under the rules that are registered now, for a `Provenance`."""
     rules = describe_rules(model)

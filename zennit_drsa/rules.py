@@ -136,6 +136,8 @@ class ZeroRule(Hook):  # type: ignore[misc]
     R ⊘ z goes into the layer's backward pass, and what comes out is multiplied by a.
     """
 
+    covers_module = True  # see `_zennit.check_uncovered`
+
     def __init__(self, stabilizer: float = STABILIZER) -> None:
         super().__init__()
         self.stabilizer = stabilizer
@@ -248,6 +250,7 @@ class GeneralizedGamma(ForwardRule):
     """
 
     runs_with_input_alone = True
+    covers_module = True
 
     def __init__(
         self, gamma: float, threshold: float = THRESHOLD, bias: str = "neuron", stabilizer: float = 0.0
@@ -314,6 +317,7 @@ class BoundedInput(ForwardRule):
     """
 
     runs_with_input_alone = True
+    covers_module = True
 
     def __init__(self, low: Bound, high: Bound, threshold: float = THRESHOLD, bias: str = "neuron") -> None:
         super().__init__()
