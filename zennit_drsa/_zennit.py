@@ -221,8 +221,12 @@ def multiplies_by_input(hook: Hook) -> bool:
 
 
 def exchanges_parameters(hook: Hook) -> bool:
-    """Whether one of Zennit's rules puts other parameters into its layer. Those here see to it themselves."""
-    return isinstance(hook, BasicHook) and type(hook) not in (Epsilon, Norm)
+    """Whether a rule puts other parameters into its layer.
+
+    A hook of this package says so with an attribute `exchanges_parameters`.
+    """
+    own: bool = getattr(hook, "exchanges_parameters", False)
+    return own or (isinstance(hook, BasicHook) and type(hook) not in (Epsilon, Norm))
 
 
 def runs_with_input_alone(hook: Hook) -> bool:

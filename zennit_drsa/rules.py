@@ -48,6 +48,7 @@ class GraphRule(Hook, ABC):  # type: ignore[misc]
 
     replaces_gradient = True  # see `_zennit.replaces_gradient`
     runs_with_input_alone = True  # see `_zennit.runs_with_input_alone`
+    exchanges_parameters = True  # see `_zennit.exchanges_parameters`
 
     def __init__(self, stabilizer: float = STABILIZER) -> None:
         super().__init__()
@@ -260,6 +261,11 @@ class GeneralizedGamma(ForwardRule):
         self._absolute: dict[str, Tensor | None] = {}
         self._absolute_of: list[tuple[int, int] | None] | None = None
 
+    @property
+    def exchanges_parameters(self) -> bool:
+        """Whether absolute values take the place of the parameters."""
+        return bool(self.gamma)
+
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where gradients turn into relevance."""
         (a,) = input
@@ -318,6 +324,7 @@ class BoundedInput(ForwardRule):
 
     runs_with_input_alone = True
     covers_module = True
+    exchanges_parameters = True
 
     def __init__(self, low: Bound, high: Bound, threshold: float = THRESHOLD, bias: str = "neuron") -> None:
         super().__init__()
