@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
 from drsa_core.layer import inputs_in_place
-from drsa_core.lrp import check_additive
+from drsa_core.lrp import is_additive
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.core import Hook
@@ -16,10 +17,22 @@ from ._zennit import exchanges_parameters, hooks_on, runs_with_input_alone
 from .canonizer import kind
 
 
-def checked_arguments(root: nn.Module) -> list[RemovableHandle]:
+def refuse_derived(name: str, module: nn.Module) -> None:
+    """Refuse a layer that makes other weights of its parameters under a rule that exchanges these."""
+    raise ValueError(
+        f"layer {name!r} ({type(module).__name__}) does not use its parameters as they are (standardised "
+        "weights or low-rank updates, for instance), so that LRP rules cannot put others in their place. "
+        "Explain a copy of the model with torch's own layer there and the weights that this one works out "
+        "to, or use rules that leave weights as they are (γ = 0, Epsilon)"
+    )
+
+
+def checked_arguments(
+    root: nn.Module, derived: Callable[[str, nn.Module], None] = refuse_derived
+) -> list[RemovableHandle]:
     """Give the modules with rules their input in its place, and refuse further ones that a rule leaves out.
 
-    Layers that make other weights of their parameters are refused too, if a rule exchanges these.
+    `derived` is called with layers that make other weights of their parameters, if a rule exchanges these.
 
     To be called when the rules are registered.
     """
@@ -27,7 +40,7 @@ def checked_arguments(root: nn.Module) -> list[RemovableHandle]:
     handles = []
     for name, module in ruled:
         if any(map(exchanges_parameters, hooks_on(module))) and _runs_code_of_its_own(module):
-            handles.append(_checked_once(name, module))
+            handles.append(_checked_once(name, module, derived))
         for hook in filter(runs_with_input_alone, hooks_on(module)):
             refuse = partial(_refuse_further, name, hook)
             handles.append(module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True))
@@ -40,13 +53,14 @@ def _runs_code_of_its_own(module: nn.Module) -> bool:
     return bool(module._parameters) and not is_known
 
 
-def _checked_once(name: str, module: nn.Module) -> RemovableHandle:
+def _checked_once(name: str, module: nn.Module, derived: Callable[[str, nn.Module], None]) -> RemovableHandle:
     """Have the parameters of a module checked at its next run, on one example."""
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
         handle.remove()
-        if args and isinstance(args[0], Tensor) and not module.training:  # where it may be random
-            check_additive(module, name, args[0][:1].detach())
+        is_known = args and isinstance(args[0], Tensor) and not module.training  # where it may be random
+        if is_known and not is_additive(module, args[0][:1].detach()):
+            derived(name, module)
 
     handle = module.register_forward_pre_hook(check, prepend=True)
     return handle
