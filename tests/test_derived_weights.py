@@ -18,7 +18,7 @@ from zennit.rules import Epsilon, Norm, Pass
 
 from captum_drsa import DisentangledAttribution
 from tests.model_state import model_state
-from zennit_drsa import ConvNetGamma, DisentangledAttributor, VGGGamma
+from zennit_drsa import ConvNetGamma, DisentangledAttributor, VGGGamma, doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 
@@ -95,6 +95,56 @@ def test_plain_weights_of_the_same_values_are_explained(derived: str) -> None:
     # Making the weight once or in every pass may round differently.
     torch.testing.assert_close(zennit_maps(model, as_it_is), before)
     assert zennit_maps(model, EpsilonPlus()).abs().sum() > 0
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that standardises its weight in every pass, as in BiT."""
+
+    def standard(self) -> Tensor:
+        w = self.weight
+        return (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.conv2d(input, self.standard(), self.bias)
+
+
+class Padded(nn.Conv2d):
+    """One with code of its own that uses the weight as it is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(nn.functional.pad(input, (1, 1, 1, 1)))
+
+
+def with_layer(layer: nn.Conv2d) -> Any:
+    model = network()
+    layer.load_state_dict(model[2].state_dict())
+    model[2] = layer
+    return model.eval()
+
+
+@pytest.mark.parametrize("composite", COMPOSITES)
+def test_layers_that_make_other_weights_are_refused(composite: str) -> None:
+    model = with_layer(Standardised(6, 6, 3))
+    before = model_state(model)
+    with pytest.raises(ValueError, match=r"layer '2' \(Standardised\) does not use its parameters"):
+        zennit_maps(model, COMPOSITES[composite]())
+    assert model_state(model) == before
+    found = doctor(nn.Sequential(*model, nn.Flatten()), COMPOSITES[composite](), images(), verbose=False)
+    assert found.without_rule == ["2 (Standardised: makes its weights)"]
+    assert not found.ok
+
+
+@pytest.mark.parametrize("composite", COMPOSITES)
+def test_layers_with_code_of_their_own_are_explained(composite: str) -> None:
+    padded, plain = with_layer(Padded(6, 6, 3)), with_layer(nn.Conv2d(6, 6, 3, padding=1))
+    expected = zennit_maps(plain, COMPOSITES[composite]())
+    torch.testing.assert_close(zennit_maps(padded, COMPOSITES[composite]()), expected)
+
+
+def test_rules_without_other_weights_explain_standardised_layers() -> None:
+    model, plain = with_layer(Standardised(6, 6, 3)), with_layer(nn.Conv2d(6, 6, 3))
+    plain[2].weight = nn.Parameter(model[2].standard().detach())
+    torch.testing.assert_close(zennit_maps(model, ConvNetGamma(0.0)), zennit_maps(plain, ConvNetGamma(0.0)))
 
 
 @pytest.mark.parametrize("derived", ["weight norm by hooks", "pruned"])

@@ -86,6 +86,26 @@ def holds_relevance(model: nn.Module, slot: str | None = None) -> bool:
     return any(is_active(hook) and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
 
 
+def check_uncovered(model: nn.Module, layer_name: str) -> None:
+    """Refuse a layer inside of a module with a rule for the whole of it.
+
+    Such a rule takes relevance from the module's output to its input; what crosses the layers inside are
+    gradients, or nothing.
+    """
+    name = layer_name
+    while name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        for hook in hooks_on(module):
+            if replaces_gradient(hook) or getattr(type(hook), "covers_module", False) is True:
+                raise ValueError(
+                    f"layer {layer_name!r} is inside of {name or 'the model'} ({type(module).__name__}), "
+                    f"whose rule {type(hook).__name__} is for the whole of it: no relevance reaches the "
+                    "layer. Choose a layer outside, or that module itself, or give rules to the modules "
+                    "inside instead"
+                )
+
+
 def describe_method(model: nn.Module, slot: str | None, how: str = "GradientContext()") -> str:
     """How contexts are found under the rules that are registered now, for a `Provenance`."""
     rules = describe_rules(model)
@@ -201,8 +221,12 @@ def multiplies_by_input(hook: Hook) -> bool:
 
 
 def exchanges_parameters(hook: Hook) -> bool:
-    """Whether one of Zennit's rules puts other parameters into its layer. Those here see to it themselves."""
-    return isinstance(hook, BasicHook) and type(hook) not in (Epsilon, Norm)
+    """Whether a rule puts other parameters into its layer.
+
+    A hook of this package says so with an attribute `exchanges_parameters`.
+    """
+    own: bool = getattr(hook, "exchanges_parameters", False)
+    return own or (isinstance(hook, BasicHook) and type(hook) not in (Epsilon, Norm))
 
 
 def runs_with_input_alone(hook: Hook) -> bool:
@@ -262,18 +286,35 @@ def rule_for_others(module: nn.Module, stabilizer: float) -> Hook | None:
 # ---------------------------------------------------------------------- canonizers
 
 
+def check_norms(root: nn.Module) -> None:
+    """Refuse norms that neither Zennit's canonizers and rules nor canonizers here have seen to.
+
+    Zennit's batch norms are those of one to three axes. `nn.SyncBatchNorm` is none of them, and would scale
+    relevance as it scales gradients.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not has_rule(module):
+            raise ValueError(
+                f"{name or 'the model'} is a SyncBatchNorm, which Zennit neither merges nor has a rule for: "
+                "the maps would be wrong. Put a torch.nn.BatchNorm2d with the same state_dict() in its place"
+            )
+
+
 def applied_reversibly(canonizer: Canonizer, root: nn.Module) -> list[Any]:
     """Apply one of Zennit's canonizers; removing what is returned leaves no trace.
 
     Zennit 1.0.0 hides parameters and statistics behind attributes of the same name, which stay when it takes
     a canonizer back: changes to the parameters, by an optimiser for instance, would then have no effect.
     """
-    originals = _Originals(root)
+    applied: list[Any] = [_Originals(root)]
     try:
-        return [*canonizer.apply(root), originals]
+        applied = [*canonizer.apply(root), *applied]
+        check_norms(root)
     except BaseException:
-        originals.remove()
+        for instance in applied:
+            instance.remove()
         raise
+    return applied
 
 
 class _Originals:

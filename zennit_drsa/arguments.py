@@ -1,31 +1,69 @@
-"""Arguments of modules under rules: Zennit's hooks know one input, in the first place."""
+"""Modules under rules as these need them: one input, in the first place, and parameters used as they are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
 from drsa_core.layer import inputs_in_place
-from torch import nn
+from drsa_core.lrp import is_additive
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zennit.core import Hook
 
-from ._zennit import hooks_on, runs_with_input_alone
+from ._zennit import exchanges_parameters, hooks_on, runs_with_input_alone
+from .canonizer import kind
 
 
-def checked_arguments(root: nn.Module) -> list[RemovableHandle]:
+def refuse_derived(name: str, module: nn.Module) -> None:
+    """Refuse a layer that makes other weights of its parameters under a rule that exchanges these."""
+    raise ValueError(
+        f"layer {name!r} ({type(module).__name__}) does not use its parameters as they are (standardised "
+        "weights or low-rank updates, for instance), so that LRP rules cannot put others in their place. "
+        "Explain a copy of the model with torch's own layer there and the weights that this one works out "
+        "to, or use rules that leave weights as they are (γ = 0, Epsilon)"
+    )
+
+
+def checked_arguments(
+    root: nn.Module, derived: Callable[[str, nn.Module], None] = refuse_derived
+) -> list[RemovableHandle]:
     """Give the modules with rules their input in its place, and refuse further ones that a rule leaves out.
+
+    `derived` is called with layers that make other weights of their parameters, if a rule exchanges these.
 
     To be called when the rules are registered.
     """
     ruled = [(name, module) for name, module in root.named_modules() if hooks_on(module)]
     handles = []
     for name, module in ruled:
+        if any(map(exchanges_parameters, hooks_on(module))) and _runs_code_of_its_own(module):
+            handles.append(_checked_once(name, module, derived))
         for hook in filter(runs_with_input_alone, hooks_on(module)):
             refuse = partial(_refuse_further, name, hook)
             handles.append(module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True))
     return [*handles, *inputs_in_place(ruled)]  # the last to be prepended is the first to run
+
+
+def _runs_code_of_its_own(module: nn.Module) -> bool:
+    # What a canonizer has written knows which parameters it uses.
+    is_known = "forward" in vars(module) or kind(module).__module__.partition(".")[0] == "torch"
+    return bool(module._parameters) and not is_known
+
+
+def _checked_once(name: str, module: nn.Module, derived: Callable[[str, nn.Module], None]) -> RemovableHandle:
+    """Have the parameters of a module checked at its next run, on one example."""
+
+    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
+        handle.remove()
+        is_known = args and isinstance(args[0], Tensor) and not module.training  # where it may be random
+        if is_known and not is_additive(module, args[0][:1].detach()):
+            derived(name, module)
+
+    handle = module.register_forward_pre_hook(check, prepend=True)
+    return handle
 
 
 def _refuse_further(

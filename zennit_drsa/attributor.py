@@ -25,7 +25,7 @@ from drsa_core.target import Target, select_scores
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion
 
-from ._zennit import holds_relevance
+from ._zennit import check_uncovered, holds_relevance
 from .composite import GuardedComposite
 from .concept_maps import ConceptMaps
 from .explained import (
@@ -273,6 +273,8 @@ class DisentangledAttributor(ConceptMaps, Attributor):  # type: ignore[misc]
 
         def checked() -> _T:
             self.composite.check_slot(self.model, self.slot)
+            if self.slot is None:
+                check_uncovered(self.model, self.layer_name)
             self._check_canonizers(input)
             return guarded(self.model, once)
 

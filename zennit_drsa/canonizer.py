@@ -83,8 +83,8 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
         """Merge the norms among the children of a module into the convolutions right before them."""
         before: nn.Module | None = None
         for child_name, child in parent.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                scale, shift = _affine(f"{name}.{child_name}".lstrip("."), child)
+            if isinstance(child, nn.BatchNorm2d | nn.SyncBatchNorm):
+                scale, shift = affine(f"{name}.{child_name}".lstrip("."), child)
                 if isinstance(before, nn.Conv2d) and before.out_channels == child.num_features:
                     bias = 0 if before.bias is None else before.bias.detach()
                     self._edits.parameter(before, "weight", before.weight * scale.view(-1, 1, 1, 1))
@@ -96,8 +96,15 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
 
 
 def kind(module: nn.Module) -> type[nn.Module]:
-    """The class whose `forward` a module runs: a subclass without its own is what it inherits from."""
-    return next(parent for parent in type(module).__mro__ if "forward" in vars(parent))
+    """The class whose `forward` a module runs: a subclass without its own is what it inherits from.
+
+    Networks of timm run in parts, such as `forward_features`: who writes one anew runs code of their own.
+    """
+    return next(
+        parent
+        for parent in type(module).__mro__
+        if any(name.startswith("forward") and callable(value) for name, value in vars(parent).items())
+    )
 
 
 def is_merged(norm: Any, statistics: int | None) -> bool:
@@ -133,7 +140,7 @@ def _last(module: nn.Module) -> nn.Module:
     return module
 
 
-def _affine(name: str, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+def affine(name: str, norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
     """Scale and shift of a batch norm in evaluation mode."""
     if norm.training or norm.running_mean is None or norm.running_var is None:
         raise ValueError(

@@ -12,8 +12,8 @@ from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
-from ._zennit import describe_canonizers, exchanges_parameters, holds_relevance, hooks_by_module
-from .arguments import checked_arguments
+from ._zennit import check_norms, describe_canonizers, exchanges_parameters, holds_relevance, hooks_by_module
+from .arguments import checked_arguments, refuse_derived
 from .filter import Concept, SubspaceFilter
 
 _T = TypeVar("_T")
@@ -39,6 +39,7 @@ class GuardedComposite(Composite):  # type: ignore[misc]
         if composite is not None:
             _check_own_methods(composite)
         self.composite = composite
+        self.derived: Callable[[str, nn.Module], None] = refuse_derived  # see `checked_arguments`
         self._guard: Guard | None = None
         module_map = None if composite is None else composite.module_map
         own = [] if composite is None else composite.canonizers
@@ -88,7 +89,9 @@ class GuardedComposite(Composite):  # type: ignore[misc]
             super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
             _check_parameters(module)
-            self.handles.extend(checked_arguments(module))
+            if holds_relevance(module):
+                check_norms(module)
+            self.handles.extend(checked_arguments(module, self.derived))
         except BaseException:
             self._guard = guard
             self.remove()

@@ -14,7 +14,7 @@ A new family of transformers is one file `transformer_….py` that defines `FAMI
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -93,6 +93,21 @@ _GENERAL = (
 )
 
 
+CHAINS = ("vgg", "alexnet", "squeezenet")
+"""Files of networks in torchvision and timm in which relevance crosses nothing but layers with a rule."""
+
+
+def networks_but(files: Collection[str], model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Name and class of what torchvision or timm define for networks, but for those in these files."""
+    for name, module in model.named_modules():
+        for parent in type(module).__mro__:
+            library, _, rest = parent.__module__.partition(".models.")
+            file = rest.partition(".")[0]
+            if library in ("torchvision", "timm") and file not in files and not file.startswith("_"):
+                yield name, type(module).__name__
+                break
+
+
 class FamilyCanonizer(Canonizer):  # type: ignore[misc]
     """The canonizer of the family that a model belongs to, chosen when it is applied.
 
@@ -101,11 +116,27 @@ class FamilyCanonizer(Canonizer):  # type: ignore[misc]
     """
 
     def apply(self, root_module: nn.Module) -> list[Any]:
-        """Apply the first canonizer that suits the model, and return the instances that take it back."""
-        for remedy in remedies():
-            if remedy.canonizer is not None and remedy.suits(root_module):
-                return applied_reversibly(remedy.canonizer(), root_module)
-        return []
+        """Apply the first canonizer that suits the model, and return the instances that take it back.
+
+        Raises
+        ------
+        ValueError
+            If there is a network of torchvision or timm in the model that needs one, and none is known.
+        """
+        suitable = (r for r in remedies() if r.canonizer is not None and r.suits(root_module))
+        remedy = next(suitable, None)
+        if remedy is None or remedy in _GENERAL:
+            # In GoogLeNet, too, branches are only put side by side.
+            for name, network in networks_but((*CHAINS, "googlenet"), root_module):
+                raise ValueError(
+                    f"{name or 'the model'} is a {network}, for which no canonizer is known: its relevance "
+                    "would be wrong. zennit_drsa.doctor(model, EpsilonPlus(), input) says what is missing. "
+                    "Give the composite canonizers of your own, or use a method that needs no rules, such as "
+                    "Integrated Gradients"
+                )
+        if remedy is None or remedy.canonizer is None:
+            return []
+        return applied_reversibly(remedy.canonizer(), root_module)
 
     def register(self) -> None:
         """Nothing: `apply` registers another canonizer."""

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 
-from ._zennit import describe_method, holds_relevance
+from ._zennit import check_uncovered, describe_method, holds_relevance
 from .arguments import checked_arguments
 from .reuse import SecondRuns, refused_second_runs
 
@@ -268,6 +268,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
     def _before_model(self, module: nn.Module, args: Any) -> None:
         self._n_runs = 0
         if self._second_runs is None:  # a composite adds its rules after its canonizers
+            if self.slot is None:
+                check_uncovered(module, self._name)
             self._handles += checked_arguments(module)
             self._second_runs = refused_second_runs(module)
         self._second_runs.start()

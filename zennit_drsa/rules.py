@@ -48,6 +48,7 @@ class GraphRule(Hook, ABC):  # type: ignore[misc]
 
     replaces_gradient = True  # see `_zennit.replaces_gradient`
     runs_with_input_alone = True  # see `_zennit.runs_with_input_alone`
+    exchanges_parameters = True  # see `_zennit.exchanges_parameters`
 
     def __init__(self, stabilizer: float = STABILIZER) -> None:
         super().__init__()
@@ -135,6 +136,8 @@ class ZeroRule(Hook):  # type: ignore[misc]
 
     R ⊘ z goes into the layer's backward pass, and what comes out is multiplied by a.
     """
+
+    covers_module = True  # see `_zennit.check_uncovered`
 
     def __init__(self, stabilizer: float = STABILIZER) -> None:
         super().__init__()
@@ -248,6 +251,7 @@ class GeneralizedGamma(ForwardRule):
     """
 
     runs_with_input_alone = True
+    covers_module = True
 
     def __init__(
         self, gamma: float, threshold: float = THRESHOLD, bias: str = "neuron", stabilizer: float = 0.0
@@ -256,6 +260,11 @@ class GeneralizedGamma(ForwardRule):
         self.gamma, self.threshold, self.bias, self.stabilizer = gamma, threshold, bias, stabilizer
         self._absolute: dict[str, Tensor | None] = {}
         self._absolute_of: list[tuple[int, int] | None] | None = None
+
+    @property
+    def exchanges_parameters(self) -> bool:
+        """Whether absolute values take the place of the parameters."""
+        return bool(self.gamma)
 
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where gradients turn into relevance."""
@@ -314,6 +323,8 @@ class BoundedInput(ForwardRule):
     """
 
     runs_with_input_alone = True
+    covers_module = True
+    exchanges_parameters = True
 
     def __init__(self, low: Bound, high: Bound, threshold: float = THRESHOLD, bias: str = "neuron") -> None:
         super().__init__()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 from torch import Tensor, nn
 from zennit.composites import EpsilonPlus
 
 import zennit_drsa.models
+from tests.model_state import model_state
 from zennit_drsa import ConvNetGamma, doctor
 from zennit_drsa.families import remedies
+
+timm = pytest.importorskip("timm")
+tv = pytest.importorskip("torchvision").models
 
 FAMILY = '''
 from torch import nn
@@ -63,3 +68,28 @@ def test_one_new_file_is_all_that_a_family_needs(tmp_path, monkeypatch):
         assert doctor(model, ConvNetGamma(0.25), x, verbose=False).ok
     finally:
         sys.modules.pop("zennit_drsa.models.twins", None)
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (
+            lambda: timm.create_model("resnet33ts"),
+            "the model is a ByobNet",
+        ),  # no `ResNet` in spite of its name
+        (lambda: timm.create_model("test_mambaout"), "the model is a MambaOut"),
+        (lambda: nn.Sequential(tv.video.r3d_18()), "0 is a VideoResNet"),
+        (lambda: tv.inception_v3(init_weights=False), "the model is a Inception3"),
+    ],
+)
+def test_networks_of_the_libraries_without_a_canonizer_are_refused(build, named):
+    model = build().eval()
+    before = model_state(model)
+    with pytest.raises(ValueError, match=rf"{named}, for which no canonizer is known.*doctor"):
+        ConvNetGamma().register(model)
+    assert model_state(model) == before
+
+
+@pytest.mark.parametrize("build", [tv.squeezenet1_1, lambda: tv.googlenet(init_weights=False)])
+def test_networks_that_need_no_canonizer(build):
+    assert doctor(build().eval(), ConvNetGamma(), torch.rand(1, 3, 64, 64), verbose=False).ok

@@ -44,6 +44,36 @@ def test_norms_and_activations_of_a_head_carry_relevance(gamma):
     assert doctor(model, TransformerGamma(gamma), x, verbose=False).ok
 
 
+@pytest.mark.parametrize("synchronised", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_batch_norm_carries_relevance(synchronised, inside):
+    """As in linear probes: a norm without weights before the last layer, in timm's head or behind it."""
+    norm: Any = nn.BatchNorm1d(12, affine=False)
+    last, x = nn.Linear(12, 5), pictures()
+    head: Any = perturbed(nn.Sequential(norm, last))
+    norm.running_mean.normal_(std=0.3)
+    norm.running_var.uniform_(0.2, 3)
+    if synchronised:
+        head = nn.SyncBatchNorm.convert_sync_batchnorm(head)
+    model = nn.Sequential(small(num_classes=0), nn.Identity() if inside else head).eval()
+    if inside:
+        model[0].head = head
+    attributor = DisentangledAttributor(Gradient(model, TransformerGamma(0.0)), "0.fc_norm")
+    a, c = attributor.context(x, 3)
+    with torch.no_grad():
+        y = (a - norm.running_mean) / (norm.running_var + norm.eps).sqrt()
+        of_norm = y * last.weight[3]  # LRP-0 of the last layer, from the score
+        expected = a / (norm.running_var + norm.eps).sqrt() / y * of_norm
+    assert float((a * c - expected).abs().max()) <= 1e-9 * float(expected.abs().max())
+    assert doctor(model, TransformerGamma(0.0), x, verbose=False).ok
+    head[0].train()
+    with (
+        pytest.raises(ValueError, match=r"statistics of the batch.*model\.eval\(\)"),
+        pytest.warns(UserWarning, match="training"),
+    ):
+        attributor.context(x, 3)
+
+
 def test_what_a_module_without_a_rule_loses_is_not_called_biases():
     model, x = with_head(nn.Linear(12, 5), nn.Softmax(dim=1)), pictures()
     concepts = Subspaces(torch.eye(12, dtype=torch.float64), [6, 6])

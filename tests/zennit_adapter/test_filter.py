@@ -9,9 +9,9 @@ import torch
 from drsa_core import Subspaces
 from torch import Tensor, nn
 from zennit.attribution import Gradient
-from zennit.composites import EpsilonPlus, GuidedBackprop, LayerMapComposite
+from zennit.composites import EpsilonPlus, GuidedBackprop, LayerMapComposite, NameMapComposite
 from zennit.core import Composite
-from zennit.rules import Epsilon, Pass
+from zennit.rules import Epsilon, Pass, ZPlus
 from zennit.types import Linear
 
 from tests.model_state import model_state
@@ -22,6 +22,7 @@ from zennit_drsa import (
     RelevanceLossWarning,
     SubspaceFilter,
 )
+from zennit_drsa.rules import GeneralizedGamma, PositiveGamma, ZeroRule
 
 
 def literal_filter(a: Tensor, r: Tensor, u: Tensor) -> Tensor:
@@ -267,3 +268,25 @@ def test_non_orthogonal_concepts_use_the_dual():
     dual = blocks.dual_blocks[1]
     expected = torch.einsum("ij,njyx->niyx", blocks.blocks[1] @ dual.T, seen["before"])
     torch.testing.assert_close(seen["after"], expected)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Epsilon(), ZPlus(), GeneralizedGamma(0.25), PositiveGamma(0.25), ZeroRule()],
+    ids=lambda r: type(r).__name__,
+)
+def test_a_layer_inside_of_a_module_with_a_rule_is_refused(rule):
+    """Between the modules inside there are gradients, which would be filtered as if they were relevance."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), nn.Linear(3, 2)).double()
+    composite = NameMapComposite([(["0", "1"], rule)])
+    x, start = torch.rand(2, 6, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    message = rf"'0\.0' is inside of 0 \(Sequential\), whose rule {type(rule).__name__} is for the whole"
+    with (
+        Gradient(model, DisentangledComposite(composite, "0.0", subspaces(4), 0)) as attributor,
+        pytest.raises(ValueError, match=message),
+    ):
+        attributor(x, start)
+    with pytest.raises(ValueError, match=message):
+        DisentangledAttributor(Gradient(model, composite), "0.0", subspaces(4))(x, start)
+    _, maps = DisentangledAttributor(Gradient(model, composite), "0", subspaces(3))(x, start)
+    assert maps.shape == (2, 3, 6)

@@ -39,8 +39,8 @@ class Diagnosis:
         All modules that relevance crossed, in the order of the forward pass.
     unmerged_norms, functional, without_rule, non_finite : list of str
         Batch norms left as they were; operations in a module's code that relevance crosses without a rule
-        and that do more than move, copy or select values; modules without a rule; modules with a non-finite
-        output or relevance.
+        and that do more than move, copy or select values; modules without a rule, or whose rule exchanges
+        parameters of which they make other weights; modules with a non-finite output or relevance.
     drift : dict
         Relevance that a module lost (or made, if negative) in a way that none of its rules explains.
     lost_in_layers_with_bias, lost_in_other_layers : float

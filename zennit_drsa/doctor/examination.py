@@ -29,7 +29,8 @@ class Examination:
     """What was seen in one pass; `Diagnosis` says what the fields mean.
 
     `parametric` are the names of modules with parameters, `canonical` those of modules to which a canonizer
-    gave another forward, `operations` maps (name, kind) of a module to the operations of its code.
+    gave another forward, `derived` layers that make other weights of the parameters which their rule
+    exchanges, `operations` maps (name, kind) of a module to the operations of its code.
     """
 
     relevance: float
@@ -41,6 +42,7 @@ class Examination:
     non_finite: list[str]
     logit_change: float
     reused: list[str]
+    derived: list[str]
 
 
 def examine(
@@ -66,6 +68,8 @@ def _examine(
         # Copies, as a model may work in place on its input.
         original = _check_output(model(input.clone()), len(input))
     start_class = _check_target(target, original)
+
+    derived: list[str] = []
 
     def under_rules() -> Examination:
         _take_rules_off_attention(model)
@@ -103,7 +107,7 @@ def _examine(
                 every_name[module]
                 for module in watch.order
                 if isinstance(module, _NORMS)
-                and rules.get(module, "Pass") in ("Pass", "canonical form")
+                and rules.get(module, "Pass") == "Pass"
                 and not is_merged(module, statistics.get(module))
             ],
             operations=operations,
@@ -112,9 +116,14 @@ def _examine(
             non_finite=[every_name[m] or "(model)" for m in watch.order if m in watch.non_finite],
             logit_change=_relative_change(output.detach(), original),
             reused=list(reused),
+            derived=derived,
         )
 
-    return GuardedComposite(composite).registered(model, under_rules)
+    examined = GuardedComposite(composite)
+    examined.derived = lambda name, module: derived.append(
+        f"{name} ({type(module).__name__}: makes its weights)"
+    )
+    return examined.registered(model, under_rules)
 
 
 class _Watch:
@@ -145,7 +154,7 @@ class _Watch:
                 float(self.received[module]),
                 float(self.handed_down[module]),
                 float(self.magnitude[module]),
-                getattr(module, "bias", None) is not None,
+                _has_bias(module),
                 module.keeps if isinstance(module, CanonicalPart) else BIASES,
             )
             for module in self.order
@@ -223,7 +232,12 @@ def _take_rules_off_attention(model: nn.Module) -> None:
 
 
 def _is_affine_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None and getattr(module, "bias", None) is not None
+    return next(module.children(), None) is None and _has_bias(module)
+
+
+def _has_bias(module: nn.Module) -> bool:
+    # A batch norm without one still subtracts its mean.
+    return getattr(module, "bias", None) is not None or isinstance(module, _NORMS)
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core.lrp import ModuleEdits, passing_forward
+from drsa_core.lrp import ModuleEdits, by_contribution, passing_forward
 from torch import Tensor, nn
 
-from ..canonizer import kind
+from ..canonizer import affine, kind
 from ..kept import CanonicalPart
 from .transformer_parts import linear_norm
 
@@ -178,6 +178,20 @@ def _rms_norm(edits: Edits, module: nn.Module) -> None:
     edits.norm(module, is_centred=False)
 
 
+def _batch_norm(edits: Edits, module: Any) -> None:
+    """A scale and a shift of each feature (N, D, …), which LRP-0 crosses by contribution."""
+    original = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            result: Tensor = original(x)
+            return result
+        scale, shift = (part.view(-1, *[1] * (x.ndim - 2)) for part in affine("of the model", module))
+        return by_contribution(lambda x: x * scale + shift, x)
+
+    edits.forward(module, forward)
+
+
 def _pass(edits: Edits, module: nn.Module) -> None:
     edits.pass_relevance(module)
 
@@ -201,6 +215,8 @@ _ACTIVATIONS = (
 COMMON_FORMS: Mapping[str, Form] = {
     **dict.fromkeys(("LayerNorm", "LayerNormFp32"), _norm),
     **dict.fromkeys(("RmsNorm", "RmsNormFp32", "RMSNorm"), _rms_norm),
+    # `nn.BatchNorm1d` and its kin inherit their `forward`.
+    **dict.fromkeys(("_BatchNorm", "SyncBatchNorm"), _batch_norm),
     **dict.fromkeys((*_ACTIVATIONS, "LayerScale", "DropPath"), _pass),
 }
 """Modules whose canonical form is the same in every family."""

@@ -253,7 +253,7 @@ FAMILY = Family(
     library="timm",
     is_network=lambda module: inherits(module, "timm.models.vision_transformer", "VisionTransformer"),
     forms={
-        "VisionTransformer": _network,
+        **dict.fromkeys(_NETWORKS, _network),
         "Block": _block,
         "ResPostBlock": _res_post_block,
         "ParallelThingsBlock": _parallel_things_block,

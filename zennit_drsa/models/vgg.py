@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -22,10 +22,8 @@ from ..composite_options import (
     input_bounds,
     modules_above,
 )
+from ..families import CHAINS, networks_but
 from ..rules import STABILIZER, PixelBox, PositiveGamma, ZeroRule
-
-# Networks of torchvision and timm in which relevance crosses nothing but layers with a rule here.
-_CHAINS = ("vgg", "alexnet", "squeezenet")
 
 
 class ChainCanonizer(Canonizer):  # type: ignore[misc]
@@ -34,7 +32,7 @@ class ChainCanonizer(Canonizer):  # type: ignore[misc]
     @classmethod
     def suits(cls, model: nn.Module) -> bool:
         """Whether nothing in the model is known to be of another family."""
-        return next(_other_families(model), None) is None
+        return next(networks_but(CHAINS, model), None) is None
 
     def apply(self, root_module: nn.Module) -> list[Any]:
         """Merge the batch norms.
@@ -45,7 +43,7 @@ class ChainCanonizer(Canonizer):  # type: ignore[misc]
             If there is a network of another family in the model: its sums have no rule in `VGGGamma`, and its
             blocks are not told apart by max-pooling.
         """
-        other = next(_other_families(root_module), None)
+        other = next(networks_but(CHAINS, root_module), None)
         if other is not None:
             raise ValueError(
                 f"VGGGamma is for VGG and other plain chains of layers, but {other[0] or 'the model'} is a "
@@ -144,14 +142,3 @@ class VGGGamma(Composite):  # type: ignore[misc]
 
 def _rule(gamma: float, stabilizer: float) -> PositiveGamma | ZeroRule:
     return PositiveGamma(gamma, stabilizer) if gamma else ZeroRule(stabilizer)
-
-
-def _other_families(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Name and class of what torchvision or timm define for networks that are not plain chains."""
-    for name, module in model.named_modules():
-        for parent in type(module).__mro__:
-            library, _, rest = parent.__module__.partition(".models.")
-            family = rest.partition(".")[0]
-            if library in ("torchvision", "timm") and family not in _CHAINS and not family.startswith("_"):
-                yield name, type(module).__name__
-                break

@@ -238,6 +238,27 @@ def check_exchangeable(module: nn.Module, name: str = "") -> None:
             )
 
 
+def is_additive(module: nn.Module, x: Tensor) -> bool:
+    """Whether a layer uses its parameters as they are, so that z(x; θ) = z(x; θ⁺) + z(x; θ⁻).
+
+    Rules that put parts of the parameters θ in their place stand on that. A layer that standardises its
+    weight makes another one of each part.
+    """
+    parameters = parameters_of(module)
+    parts: list[dict[str, Tensor | None]] = [
+        {key: None if p is None else p.clamp(**side) for key, p in parameters.items()}
+        for side in ({"min": 0.0}, {"max": 0.0})
+    ]
+    with torch.no_grad():
+        whole, terms = module.forward(x.clone()), []
+        for part in parts:
+            with exchanged(module, part):
+                terms.append(module.forward(x.clone()))
+    scale = torch.maximum(terms[0].abs(), terms[1].abs()).max()
+    tolerance = 1e-3 if whole.dtype in (torch.float32, torch.float64) else 0.05
+    return not bool((whole - terms[0] - terms[1]).abs().max() > tolerance * scale)  # NaN is not its fault
+
+
 def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own parameters as its forward sees them, detached."""
     check_exchangeable(module)
