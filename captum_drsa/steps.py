@@ -71,9 +71,8 @@ class TwoSteps(Explainer):
 
     def _lrp(self, request: Request, verbose: bool = False) -> Steps:
         own = None
-        if (
-            not self._own_context
-        ):  # before Captum's hooks are there; its LayerLRP takes the rules off the model
+        if not self._own_context:  # before Captum's hooks are there
+            # Guarded, as Captum's LayerLRP takes the user's rules off the model.
             own = guarded(self._known_model(), lambda: self._step_1(request)[1])
         backward = LRPPass(self.attribution_method, request, verbose)
         context = backward.context if own is None else own
