@@ -25,7 +25,7 @@ def spread(n_images: int, n_concepts: int, seed: int = 0) -> torch.Tensor:
 def test_shares_are_those_of_positive_relevance() -> None:
     relevance = torch.tensor([[3.0, 1.0], [0.0, -2.0]])
     assert shares(relevance).tolist() == [0.75, 0.25]
-    assert mixtures(relevance).tolist() == [[0.75, 0.25], [0.5, 0.5]]  # nothing positive: no concept leads
+    assert mixtures(relevance).tolist() == [[0.75, 0.25], [0.0, 0.0]]  # nothing positive: nothing to share
     assert share_against(relevance) == pytest.approx(2 / 6)
 
 
@@ -100,6 +100,14 @@ def test_an_unusual_mixture_is_an_outlier() -> None:
     assert (found.image, found.concept) == (6, 2)
     assert found.share == pytest.approx(6 / 6.2, abs=1e-6)  # float32 entries
     assert outliers(spread(10, 3, seed=2), usual) == []
+
+
+def test_an_image_that_no_concept_speaks_for_has_no_shares() -> None:
+    images = torch.tensor([[-3.0, -1.0, -2.0]])
+    usual = torch.tensor([[9.0, 1.0, 0.0]]) + 0.1 * spread(40, 3)
+    (found,) = outliers(images, usual)
+    assert (found.image, found.concept, found.share) == (0, 0, 0.0)  # not a third of no evidence
+    assert found.usual_share == pytest.approx(0.88, abs=0.01)  # (9 + 0.1) / (10 + 0.3)
 
 
 def test_half_of_a_map_lies_on_the_smallest_part_that_holds_it() -> None:
