@@ -254,6 +254,8 @@ def test_images_that_were_learned_from_are_counted_among_the_test_images(folders
     shutil.copytree(folders[1] / "0_blobs", test)
     for name in ("00.png", "03.png"):
         shutil.copy(train / name, test / f"again_{name}")
+    for folder in (train, test):  # the same in both, but nothing is learned from it
+        (folder / "damaged.png").write_bytes(b"not a picture")
     words = ["audit", MODEL, *INPUT, "--train", train, "--target", "0", "--layer", "4", "--subspaces", "2"]
     words += ["--no-stability", "--no-flipping", "--no-ablation", "--json", "--out"]
     found = json.loads(succeeded(*words, tmp_path / "mixed.html", "--test", test).stdout)
@@ -268,11 +270,13 @@ def test_another_class_without_a_readable_image_is_left_out(folders, tmp_path) -
     shutil.copytree(folders[1], test)
     for file in (test / "2_noise").iterdir():
         file.write_bytes(b"not a picture")
+    (test / "1_bars" / "00.png").write_bytes(b"not a picture")
     out = tmp_path / "report.html"
     words = ["audit", MODEL, *INPUT, "--train", folders[0], "--test", test, "--target", "blobs", "--layer"]
     words += ["4", "--subspaces", "2", "--no-stability", "--no-flipping", "--no-ablation", "--json"]
     for _ in range(2):  # a second run finds it in the folder
         found = json.loads(succeeded(*words, "--out", out).stdout)
         assert "no image of noise can be read; the class is left out" in found["be_careful"]
+        assert any("1 of 6 images cannot be read" in text for text in found["be_careful"])
     other = AuditRecord.load(out.with_suffix(".drsa")).other_classes
-    assert {name: len(values) for name, values in other.items()} == {"bars": 6, "noise": 0}
+    assert {name: len(values) for name, values in other.items()} == {"bars": 5}
