@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,7 +174,9 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
             pool=pool,
         )
         file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks
+            figure.savefig(file, format="png", dpi=DPI)
         write_atomically(folder / _picture(n, name), [file.getvalue()])
 
 
