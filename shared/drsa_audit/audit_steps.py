@@ -168,7 +168,10 @@ def flip_patches(
     }
     estimate = forward * len(explained) * len(orders) * 11
     curves: dict[str, Any] = {"patch_size": patch, "curves": {}}
-    with session.progress.step("flipping", f"Removing patches of {len(explained)} images", estimate):
+    with (
+        session.progress.step("flipping", f"Removing patches of {len(explained)} images", estimate),
+        noted(session, work.place("flipping", {**key, "patch": patch}, ".notes.json")),
+    ):
         inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
         for name, maps in orders.items():
             file = work.place(f"flipping-{name.replace(' ', '-')}", {**key, "patch": patch}, ".json")

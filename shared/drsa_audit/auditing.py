@@ -14,7 +14,7 @@ from drsa_core import Pairs, Subspaces, model_fingerprint
 from drsa_core.storage import versions
 from torch import nn
 
-from .audit_steps import Explained, explain, flip_patches, relevance_of
+from .audit_steps import Explained, explain, flip_patches, noted, relevance_of
 from .backend_choice import NAMES
 from .concepts import Learned, take_out
 from .errors import BadInput
@@ -290,7 +290,7 @@ def _ablation(
     training: Training, explained: Explained, subspaces: Subspaces, pairs: Pairs, key: dict[str, Any]
 ) -> Any:
     """What taking concepts out of the network does."""
-    session = training.session
+    session, work = training.session, training.work
 
     def run() -> Any:
         estimate = training.forward * len(explained) * 4 * (6 + subspaces.n_subspaces)
@@ -298,7 +298,8 @@ def _ablation(
             inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
             return take_out(session, inputs, subspaces, pairs)
 
-    return training.work.remembered("ablation", key, run)
+    with noted(session, work.place("ablation", key, ".notes.json")):
+        return work.remembered("ablation", key, run)
 
 
 def _others(

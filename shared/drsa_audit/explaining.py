@@ -16,7 +16,7 @@ from drsa_core import Subspaces
 from drsa_core.atomic_files import write_atomically
 from drsa_core.evaluation import peakness, separability
 
-from .audit_steps import Explained, explain, flip_patches, forward_seconds
+from .audit_steps import Explained, explain, flip_patches, forward_seconds, noted
 from .concepts import take_out
 from .errors import BadInput
 from .findings import shares
@@ -90,13 +90,15 @@ def run_evaluate(settings: ExplainSettings, progress: Progress) -> dict[str, Any
         with progress.step("ablation", f"Taking concepts out of {len(explained)} images"):
             return take_out(session, inputs, subspaces, None)
 
+    with noted(session, work.place("ablation", key, ".notes.json")):
+        found = work.remembered("ablation", key, ablation)
     maps = explained.maps[:, :, None]
     result = {
         "images": len(explained),
         "target": session.target.name,
         "method": session.choice.reason,
         "flipping": flipping,
-        "ablation": work.remembered("ablation", key, ablation),
+        "ablation": found,
         "separability": float(separability(maps).mean()),
         "peakness": float(peakness(maps).mean()),
         "certificate": explained.certificate,
