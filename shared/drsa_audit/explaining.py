@@ -24,7 +24,7 @@ from .folders import TargetClass, find_files, find_target
 from .opening import RunSettings, open_model
 from .progress import Progress
 from .session import Session, open_session
-from .work import Work, check_out, read_json, subspaces_digest, write_json
+from .work import Work, check_out, read_json, subspaces_digest, work_folder, write_json
 
 #: Which pictures `run_explain` has written into a folder.
 PICTURES = "pictures.json"
@@ -80,7 +80,7 @@ def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]
 def run_evaluate(settings: ExplainSettings, progress: Progress) -> dict[str, Any]:
     """Patch flipping, ablation, scores of the maps, and the certificate, as JSON."""
     check_out(settings.out)
-    work = Work(settings.out.with_suffix(".drsa"))
+    work = Work(work_folder(settings.out))
     session, subspaces, explained, key = _explained(settings, work, progress)
     inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
     forward = forward_seconds(session, inputs)

@@ -94,6 +94,11 @@ def test_unreadable_images_are_named_skipped_and_counted(folders, tmp_path) -> N
     result = succeeded("fit", MODEL, *INPUT, "--train", train, *rest)
     assert f"1 of 6 images cannot be read and were skipped: {train / '0_blobs' / '00.png'}" in result.stderr
     assert out.is_file()
+    (train / "0_blobs" / "01.png").unlink()
+    (train / "0_blobs" / "01.png").symlink_to(tmp_path / "gone.png")
+    result = succeeded("fit", MODEL, *INPUT, "--train", train, *rest)
+    assert "2 of 6 images cannot be read and were skipped" in result.stderr
+    assert f"{train / '0_blobs' / '01.png'} ([Errno 2] No such file or directory" in result.stderr
 
 
 def test_no_readable_image(folders, tmp_path) -> None:
@@ -111,6 +116,18 @@ def test_places_that_cannot_be_written(folders, tmp_path, out: str, expected: st
     (tmp_path / "folder").mkdir()
     line = refused("audit", MODEL, *INPUT, *audit_words(folders, tmp_path / out))
     assert expected in line
+
+
+def test_the_folder_for_what_is_done_is_no_output(folders, tmp_path) -> None:
+    """Before anything is learned: the fit used to fail when it was done, and left a folder in the way."""
+    out = tmp_path / "concepts.drsa"
+    line = refused("fit", MODEL, *INPUT, "--train", folders[0], "--target", "0", "--out", out)
+    assert f"{out} is the folder for what is done, and cannot be the output" in line
+    assert "cannot be the output" in refused("audit", MODEL, *INPUT, *audit_words(folders, out))
+    html = tmp_path / "report.html"
+    words = (*INPUT, *audit_words(folders, html), "--work", html)
+    assert "cannot be the output" in refused("audit", MODEL, *words)
+    assert not files_in(tmp_path)
 
 
 def test_no_write_access(folders, tmp_path, monkeypatch) -> None:
