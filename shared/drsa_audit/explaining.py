@@ -211,5 +211,5 @@ def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None
     for n, name in enumerate(explained.names):
         values = [float(explained.score[n]), *explained.relevance[n].tolist()]
         shown = [f"{value:.6g}" if math.isfinite(value) else "" for value in values]
-        table.writerow([name, shown[0], int(explained.rank[n]), *shown[1:]])
+        table.writerow([name, shown[0], int(explained.rank[n]) or "", *shown[1:]])
     write_atomically(file, [text.getvalue().encode()])

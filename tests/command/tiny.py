@@ -42,6 +42,17 @@ def other_network() -> nn.Module:
     return model
 
 
+def one_output() -> nn.Module:
+    """One logit, for or against a class; here against it, for every picture."""
+    model = network()
+    last = model[-1]
+    model[-1] = nn.Linear(last.in_features, 1)
+    with torch.no_grad():
+        model[-1].weight.copy_(last.weight[:1])
+        model[-1].bias.fill_(-5.0)
+    return model
+
+
 def cube() -> nn.Sequential:
     """Layer "2" gives as many features as rows and columns, whatever the size of the inputs."""
     with torch.random.fork_rng(devices=[]):

@@ -77,9 +77,11 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
             for k, (share, mean) in enumerate(zip(of_concepts.tolist(), means, strict=True))
         ]
     )
+    predicts = f"The model predicts “{name}” for {n_right} of {n_images} test images."
+    if not explained.rank.any():
+        predicts = f"The model has one output, “{name}”."
     lead = (
-        f"The model predicts “{name}” for {n_right} of {n_images} test images. "
-        f"Its evidence for that class splits into {_counted(len(of_concepts), 'concept')}: {listed}."
+        f"{predicts} Its evidence for that class splits into {_counted(len(of_concepts), 'concept')}: {listed}."
     )
     first = [_of_group(group, n_images) for group in groups]
     return Verdict(
@@ -171,7 +173,7 @@ def _cautions(
             )
         )
     found += _method_cautions(record, explained.certificate)
-    if n_right < 0.7 * len(explained):
+    if explained.rank.any() and n_right < 0.7 * len(explained):
         found.append(
             Caution(
                 f"The model predicts the class for only {n_right} of {len(explained)} test images: check "
