@@ -86,7 +86,8 @@ def test_doctor_passes_and_fails(folders) -> None:
     assert bad.exit_code == 3
     found = json.loads(bad.stdout)
     assert (found["valid"], found["backend"]) == (False, "ig")
-    assert found["doctor"]["findings"]
+    assert any(text.endswith(" has no rule") for text in found["doctor"]["findings"])
+    assert found["doctor"]["findings"][0] in found["reason"]
 
 
 def test_fit_saves_subspaces_with_their_provenance(fitted) -> None:
