@@ -104,7 +104,7 @@ def work_folder(out: Path, given: Path | None = None) -> Path:
     """The folder for what is done: the given one, or the one beside the output, which ends in .drsa."""
     folder = out.with_suffix(".drsa") if given is None else given
     if folder.absolute() == out.absolute():
-        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; give it another name")
+        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; name another file")
     return folder
 
 

@@ -44,13 +44,11 @@ def other_network() -> nn.Module:
 
 def one_output() -> nn.Module:
     """One logit, for or against a class; here against it, for every picture."""
-    model = network()
-    last = model[-1]
-    model[-1] = nn.Linear(last.in_features, 1)
-    with torch.no_grad():
-        model[-1].weight.copy_(last.weight[:1])
-        model[-1].bias.fill_(-5.0)
-    return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        last = nn.Linear(16, 1)
+    nn.init.constant_(last.bias, -5.0)
+    return nn.Sequential(*list(network())[:-1], last).eval()
 
 
 def cube() -> nn.Sequential:

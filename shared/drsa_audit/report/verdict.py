@@ -80,9 +80,8 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     predicts = f"The model predicts “{name}” for {n_right} of {n_images} test images."
     if not explained.rank.any():
         predicts = f"The model has one output, “{name}”."
-    lead = (
-        f"{predicts} Its evidence for that class splits into {_counted(len(of_concepts), 'concept')}: {listed}."
-    )
+    parts = _counted(len(of_concepts), "concept")
+    lead = f"{predicts} Its evidence for that class splits into {parts}: {listed}."
     first = [_of_group(group, n_images) for group in groups]
     return Verdict(
         lead,
