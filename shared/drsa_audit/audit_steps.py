@@ -50,7 +50,7 @@ class Explained:
     score : tensor, shape (N,)
         The explained output.
     rank : tensor of int, shape (N,)
-        Of the explained output among all; 1 is the prediction.
+        Of the explained output among all; 1 is the prediction. 0 where there is one output only.
     predicted : tensor of int, shape (N,)
         The largest output.
     certificate : dict
@@ -168,7 +168,10 @@ def flip_patches(
     }
     estimate = forward * len(explained) * len(orders) * 11
     curves: dict[str, Any] = {"patch_size": patch, "curves": {}}
-    with session.progress.step("flipping", f"Removing patches of {len(explained)} images", estimate):
+    with (
+        session.progress.step("flipping", f"Removing patches of {len(explained)} images", estimate),
+        noted(session, work.place("flipping", {**key, "patch": patch}, ".notes.json")),
+    ):
         inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
         for name, maps in orders.items():
             file = work.place(f"flipping-{name.replace(' ', '-')}", {**key, "patch": patch}, ".json")
@@ -249,7 +252,8 @@ def _explain_batch(
         "whole": whole.sum(1).float().cpu(),
         "relevance": found.concept_relevance.detach().float().cpu(),
         "score": found.score.detach().float().cpu(),
-        "rank": 1 + (outputs > outputs[:, target, None]).sum(1),
+        # One output, a logit for or against the class, say, has no rank.
+        "rank": (1 + (outputs > outputs[:, target, None]).sum(1)) * (outputs.shape[1] > 1),
         "predicted": outputs.argmax(1),
     }
     header = {"names": names, "certificate": found.certificate().as_dict()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 from dataclasses import dataclass, fields
@@ -13,7 +14,7 @@ from drsa_core import Pairs, Subspaces, model_fingerprint
 from drsa_core.storage import versions
 from torch import nn
 
-from .audit_steps import Explained, explain, flip_patches, relevance_of
+from .audit_steps import Explained, explain, flip_patches, noted, relevance_of
 from .backend_choice import NAMES
 from .concepts import Learned, take_out
 from .errors import BadInput
@@ -160,14 +161,14 @@ def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     subspaces.save(work.folder / SUBSPACES)
     if test.doubt:
         progress.note(test.doubt)
-    if known := _n_known(training.files.own, test.own):
-        progress.note(
-            f"{known} of {len(test.own)} test images are among those that the concepts were learned from: "
-            "they say nothing about new images"
-        )
     on_test = {**key, "test": files_digest(test.own), "names": [file.name for file in test.own]}
     folder = work.place("explained", on_test)
     explained = explain(session, test.own, subspaces, folder, forward)
+    if known := _n_known(training, explained):
+        progress.note(
+            f"{known} of {len(explained)} test images are among those that the concepts were learned from: "
+            "they say nothing about new images"
+        )
     evidence = {
         "train_relevance": work.remembered(
             "relevance-train",
@@ -275,17 +276,21 @@ def _record(
     )
 
 
-def _n_known(train: list[Path], test: list[Path]) -> int:
-    """How many test images have the content of one that is learned from, under whatever name."""
-    known = {files_digest([file]) for file in train}
-    return sum(files_digest([file]) in known for file in test)
+def _n_known(training: Training, explained: Explained) -> int:
+    """How many test images are the same, once read, as one that is learned from, under whatever name."""
+    shown = training.session.network.preprocessing.to_inputs(explained.pixels)
+    learned, tested = (
+        [hashlib.sha256(image.numpy().tobytes()).digest() for image in images]
+        for images in (training.inputs.cpu(), shown)
+    )
+    return sum(image in learned for image in tested)
 
 
 def _ablation(
     training: Training, explained: Explained, subspaces: Subspaces, pairs: Pairs, key: dict[str, Any]
 ) -> Any:
     """What taking concepts out of the network does."""
-    session = training.session
+    session, work = training.session, training.work
 
     def run() -> Any:
         estimate = training.forward * len(explained) * 4 * (6 + subspaces.n_subspaces)
@@ -293,7 +298,8 @@ def _ablation(
             inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
             return take_out(session, inputs, subspaces, pairs)
 
-    return training.work.remembered("ablation", key, run)
+    with noted(session, work.place("ablation", key, ".notes.json")):
+        return work.remembered("ablation", key, run)
 
 
 def _others(
@@ -302,26 +308,21 @@ def _others(
     """R_k of some images of other classes, for the explained class."""
     session, names = training.session, list(test.others)
     each = min(MAX_OF_ONE_CLASS, max(1, MAX_OTHERS // max(1, len(names))))
-    chosen = {name: test.others[name][:each] for name in names[:MAX_OTHERS]}
-
-    def relevance(name: str) -> Any:
+    found = {}
+    for name in names[:MAX_OTHERS]:
+        files = test.others[name][:each]
         try:
-            inputs, _, _ = session.read(chosen[name])
+            inputs, _, _ = session.read(files)  # also where R_k are known: what cannot be read is noted
         except BadInput:
-            return []  # no image of it can be read
-        return relevance_of(session, inputs, subspaces, f"images of {name}", training.forward).tolist()
-
-    found = {
-        name: training.work.remembered(
+            session.progress.note(f"no image of {name} can be read; the class is left out")
+            continue
+        found[name] = training.work.remembered(
             "relevance-class",
             {**key, "class": name, "files": files_digest(files)},
-            lambda name=name: relevance(name),  # type: ignore[misc]
+            lambda name=name, inputs=inputs: relevance_of(  # type: ignore[misc]
+                session, inputs, subspaces, f"images of {name}", training.forward
+            ).tolist(),
         )
-        for name, files in chosen.items()
-    }
-    for name, values in found.items():
-        if not values:
-            session.progress.note(f"no image of {name} can be read; the class is left out")
     return found
 
 

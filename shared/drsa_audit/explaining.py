@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from drsa_core import Subspaces
 from drsa_core.atomic_files import write_atomically
 from drsa_core.evaluation import peakness, separability
 
-from .audit_steps import Explained, explain, flip_patches, forward_seconds
+from .audit_steps import Explained, explain, flip_patches, forward_seconds, noted
 from .concepts import take_out
 from .errors import BadInput
 from .findings import shares
@@ -23,7 +24,7 @@ from .folders import TargetClass, find_files, find_target
 from .opening import RunSettings, open_model
 from .progress import Progress
 from .session import Session, open_session
-from .work import Work, check_out, read_json, subspaces_digest, write_json
+from .work import Work, check_out, read_json, subspaces_digest, work_folder, write_json
 
 #: Which pictures `run_explain` has written into a folder.
 PICTURES = "pictures.json"
@@ -79,7 +80,7 @@ def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]
 def run_evaluate(settings: ExplainSettings, progress: Progress) -> dict[str, Any]:
     """Patch flipping, ablation, scores of the maps, and the certificate, as JSON."""
     check_out(settings.out)
-    work = Work(settings.out.with_suffix(".drsa"))
+    work = Work(work_folder(settings.out))
     session, subspaces, explained, key = _explained(settings, work, progress)
     inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
     forward = forward_seconds(session, inputs)
@@ -89,13 +90,15 @@ def run_evaluate(settings: ExplainSettings, progress: Progress) -> dict[str, Any
         with progress.step("ablation", f"Taking concepts out of {len(explained)} images"):
             return take_out(session, inputs, subspaces, None)
 
+    with noted(session, work.place("ablation", key, ".notes.json")):
+        found = work.remembered("ablation", key, ablation)
     maps = explained.maps[:, :, None]
     result = {
         "images": len(explained),
         "target": session.target.name,
         "method": session.choice.reason,
         "flipping": flipping,
-        "ablation": work.remembered("ablation", key, ablation),
+        "ablation": found,
         "separability": float(separability(maps).mean()),
         "peakness": float(peakness(maps).mean()),
         "certificate": explained.certificate,
@@ -173,7 +176,9 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
             pool=pool,
         )
         file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks
+            figure.savefig(file, format="png", dpi=DPI)
         write_atomically(folder / _picture(n, name), [file.getvalue()])
 
 
@@ -206,5 +211,5 @@ def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None
     for n, name in enumerate(explained.names):
         values = [float(explained.score[n]), *explained.relevance[n].tolist()]
         shown = [f"{value:.6g}" if math.isfinite(value) else "" for value in values]
-        table.writerow([name, shown[0], int(explained.rank[n]), *shown[1:]])
+        table.writerow([name, shown[0], int(explained.rank[n]) or "", *shown[1:]])
     write_atomically(file, [text.getvalue().encode()])

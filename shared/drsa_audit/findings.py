@@ -59,11 +59,12 @@ class Outlier:
 
 
 def mixtures(relevance: Tensor) -> Tensor:
-    """Share of each concept in the positive relevance of each image, shape (N, K); rows add up to 1."""
+    """Share of each concept in the positive relevance of each image, shape (N, K).
+
+    Rows add up to 1, or to 0 where no concept counts for the class.
+    """
     positive = relevance.double().clamp(min=0)
-    total = positive.sum(1, keepdim=True)
-    even = torch.full_like(positive, 1 / positive.shape[1])
-    return torch.where(total > 0, positive / total.clamp(min=torch.finfo(torch.float64).tiny), even)
+    return positive / positive.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def shares(relevance: Tensor) -> Tensor:

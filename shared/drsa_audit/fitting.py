@@ -17,7 +17,7 @@ from .networks import Network
 from .opening import RunSettings, describe_preprocessing, open_model
 from .progress import Progress
 from .session import Session, open_session
-from .work import Work, check_out, read_json, write_json
+from .work import Work, check_out, read_json, work_folder, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def open_training(settings: FitSettings, progress: Progress, folders: tuple[Path
         )
         if session.layer.is_cut is False:
             progress.note(f"paths go around layer {session.layer.name}: what takes them is in no concept map")
-        work = Work(settings.work or settings.out.with_suffix(".drsa"))
+        work = Work(work_folder(settings.out, settings.work))
         inputs, _, _ = session.read(files.own)
         key = {**session.decided_by(files.own), "positions": settings.positions}
         return Training(session, files, inputs, work, forward_seconds(session, inputs), key)

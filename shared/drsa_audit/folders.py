@@ -187,11 +187,13 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The images in a folder itself, in order."""
+    """The images in a folder itself, in order; with links to files that are gone, which cannot be read."""
     return sorted(
         file
         for file in folder.iterdir()
-        if file.suffix.lower() in SUFFIXES and file.is_file() and not file.name.startswith(".")
+        if file.suffix.lower() in SUFFIXES
+        and (file.is_file() or (file.is_symlink() and not file.exists()))
+        and not file.name.startswith(".")
     )
 
 

@@ -62,11 +62,15 @@ class Series:
         return class_means(self.values[metric], self.classes)
 
     def restricted(self, images: Sequence[tuple[str, str]]) -> Series:
-        """The same for these images only, in this order."""
+        """The same for these images only, in this order, and for their classes."""
         where = [self.images.index(image) for image in images]
         values = {metric: value[where] for metric, value in self.values.items()}
-        fields = (self.stage, self.layer, self.method, self.n_subspaces, self.dims)
-        return Series(*fields, tuple(images), values, self.share, self.n_seeds, self.by_class)
+        classes = {name for name, _ in images}
+        by_class = {
+            metric: {name: value for name, value in found.items() if name in classes}
+            for metric, found in self.by_class.items()
+        }
+        return replace(self, images=tuple(images), values=values, by_class=by_class)
 
 
 def depth_of(layer: str) -> list[tuple[bool, int, str]]:

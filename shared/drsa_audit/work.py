@@ -100,6 +100,14 @@ def check_writable(folder: Path) -> None:
         raise BadInput(f"cannot write to {folder} ({error.strerror}); name another place") from error
 
 
+def work_folder(out: Path, given: Path | None = None) -> Path:
+    """The folder for what is done: the given one, or the one beside the output, which ends in .drsa."""
+    folder = out.with_suffix(".drsa") if given is None else given
+    if folder.absolute() == out.absolute():
+        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; name another file")
+    return folder
+
+
 def check_out(file: Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
     if file.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,3 +155,14 @@ def test_photographs_of_one_name_are_told_apart(tmp_path) -> None:
         for method, values in (("drsa", [1.0, 2.0, 3.0]), ("dsa", [1.0, 5.0, 3.0]))
     ]
     assert [s.values["aupc"].tolist() for s in on_common_images(*series)] == [[1, 2, 3], [1, 5, 3]]
+
+
+def test_numbers_of_classes_are_of_the_classes_of_the_images() -> None:
+    """Means of a table that is about common images were those of all classes for ablation and stability."""
+    images = (("1_x", "a"), ("2_y", "b"))
+    stability = {"stability": {"1_x": 0.9, "2_y": 0.1}}
+    both = Series("main", "1", "drsa", 2, None, images, {"aupc": torch.tensor([1.0, 5.0])}, [], 1, stability)
+    alone = replace(both, method="nmf", images=images[:1], values={"aupc": torch.tensor([2.0])})
+    found, _ = on_common_images(both, alone)
+    assert (found.summary("aupc").mean, found.summary("stability").mean) == (1.0, 0.9)
+    assert both.summary("stability").mean == 0.5

@@ -94,6 +94,11 @@ def test_unreadable_images_are_named_skipped_and_counted(folders, tmp_path) -> N
     result = succeeded("fit", MODEL, *INPUT, "--train", train, *rest)
     assert f"1 of 6 images cannot be read and were skipped: {train / '0_blobs' / '00.png'}" in result.stderr
     assert out.is_file()
+    (train / "0_blobs" / "01.png").unlink()
+    (train / "0_blobs" / "01.png").symlink_to(tmp_path / "gone.png")
+    result = succeeded("fit", MODEL, *INPUT, "--train", train, *rest)
+    assert "2 of 6 images cannot be read and were skipped" in result.stderr
+    assert f"{train / '0_blobs' / '01.png'} ([Errno 2] No such file or directory" in result.stderr
 
 
 def test_no_readable_image(folders, tmp_path) -> None:
@@ -111,6 +116,18 @@ def test_places_that_cannot_be_written(folders, tmp_path, out: str, expected: st
     (tmp_path / "folder").mkdir()
     line = refused("audit", MODEL, *INPUT, *audit_words(folders, tmp_path / out))
     assert expected in line
+
+
+def test_the_folder_for_what_is_done_is_no_output(folders, tmp_path) -> None:
+    """Before anything is learned: the fit used to fail when it was done, and left a folder in the way."""
+    out = tmp_path / "concepts.drsa"
+    line = refused("fit", MODEL, *INPUT, "--train", folders[0], "--target", "0", "--out", out)
+    assert f"{out} is the folder for what is done, and cannot be the output" in line
+    assert "cannot be the output" in refused("audit", MODEL, *INPUT, *audit_words(folders, out))
+    html = tmp_path / "report.html"
+    words = (*INPUT, *audit_words(folders, html), "--work", html)
+    assert "cannot be the output" in refused("audit", MODEL, *words)
+    assert not files_in(tmp_path)
 
 
 def test_no_write_access(folders, tmp_path, monkeypatch) -> None:
@@ -254,6 +271,8 @@ def test_images_that_were_learned_from_are_counted_among_the_test_images(folders
     shutil.copytree(folders[1] / "0_blobs", test)
     for name in ("00.png", "03.png"):
         shutil.copy(train / name, test / f"again_{name}")
+    for folder in (train, test):  # the same in both, but nothing is learned from it
+        (folder / "damaged.png").write_bytes(b"not a picture")
     words = ["audit", MODEL, *INPUT, "--train", train, "--target", "0", "--layer", "4", "--subspaces", "2"]
     words += ["--no-stability", "--no-flipping", "--no-ablation", "--json", "--out"]
     found = json.loads(succeeded(*words, tmp_path / "mixed.html", "--test", test).stdout)
@@ -268,11 +287,13 @@ def test_another_class_without_a_readable_image_is_left_out(folders, tmp_path) -
     shutil.copytree(folders[1], test)
     for file in (test / "2_noise").iterdir():
         file.write_bytes(b"not a picture")
+    (test / "1_bars" / "00.png").write_bytes(b"not a picture")
     out = tmp_path / "report.html"
     words = ["audit", MODEL, *INPUT, "--train", folders[0], "--test", test, "--target", "blobs", "--layer"]
     words += ["4", "--subspaces", "2", "--no-stability", "--no-flipping", "--no-ablation", "--json"]
     for _ in range(2):  # a second run finds it in the folder
         found = json.loads(succeeded(*words, "--out", out).stdout)
         assert "no image of noise can be read; the class is left out" in found["be_careful"]
+        assert any("1 of 6 images cannot be read" in text for text in found["be_careful"])
     other = AuditRecord.load(out.with_suffix(".drsa")).other_classes
-    assert {name: len(values) for name, values in other.items()} == {"bars": 6, "noise": 0}
+    assert {name: len(values) for name, values in other.items()} == {"bars": 5}

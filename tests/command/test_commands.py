@@ -86,7 +86,8 @@ def test_doctor_passes_and_fails(folders) -> None:
     assert bad.exit_code == 3
     found = json.loads(bad.stdout)
     assert (found["valid"], found["backend"]) == (False, "ig")
-    assert found["doctor"]["findings"]
+    assert any(text.endswith(" has no rule") for text in found["doctor"]["findings"])
+    assert found["doctor"]["findings"][0] in found["reason"]
 
 
 def test_fit_saves_subspaces_with_their_provenance(fitted) -> None:
@@ -308,3 +309,21 @@ def test_what_is_not_installed_is_said_in_one_line(tmp_path) -> None:
     assert run.returncode == 2
     assert run.stderr.startswith("drsa: click not installed; pip install 'captum-zennit-drsa[audit]'")
     assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_single_output_is_no_prediction(folders, tmp_path) -> None:
+    """Its rank is the first, whatever it says: here it speaks against the class for every image."""
+    words = ["--train", folders[0] / "0_blobs", "--test", folders[1] / "0_blobs", "--target", "0"]
+    words += ["--layer", "4", "--subspaces", "2", "--no-stability", "--no-flipping", "--no-ablation"]
+    model, out = "tests.command.tiny:one_output", tmp_path / "report.html"
+    found = json.loads(succeeded("audit", model, *INPUT, *words, "--out", out, "--json").stdout)
+    assert found["verdict"].startswith("The model has one output, “blobs”. Its evidence")
+    assert not any("predicts" in text for text in found["be_careful"])
+    assert "not predicted as the class" not in out.read_text()
+    concepts = ("--subspaces", out.with_suffix(".drsa") / "subspaces.safetensors")
+    maps = ("--images", folders[1] / "0_blobs", "--out", tmp_path / "maps")
+    succeeded("explain", model, *INPUT, *concepts, *maps)
+    with (tmp_path / "maps" / "relevance.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(float(row["score"]) < 0 and row["rank"] == "" for row in rows)
+    assert len(rows) == 6

@@ -27,7 +27,7 @@ def spread(n_images: int, n_concepts: int, seed: int = 0) -> torch.Tensor:
 def test_shares_are_those_of_positive_relevance() -> None:
     relevance = torch.tensor([[3.0, 1.0], [0.0, -2.0]])
     assert shares(relevance).tolist() == [0.75, 0.25]
-    assert mixtures(relevance).tolist() == [[0.75, 0.25], [0.5, 0.5]]  # nothing positive: no concept leads
+    assert mixtures(relevance).tolist() == [[0.75, 0.25], [0.0, 0.0]]  # nothing positive: nothing to share
     assert share_against(relevance) == pytest.approx(2 / 6)
 
 
@@ -115,6 +115,14 @@ def test_what_is_usual_of_an_even_number_of_images_lies_between_two_of_them() ->
     expected = (0.5 * (abs(1 - middle[0]) + abs(0 - middle[1])) - median(distances)) / spread_of_distances
     assert found.usual_share == pytest.approx(0.3)
     assert found.distance == pytest.approx(expected)
+
+
+def test_an_image_that_no_concept_speaks_for_has_no_shares() -> None:
+    images = torch.tensor([[-3.0, -1.0, -2.0]])
+    usual = torch.tensor([[9.0, 1.0, 0.0]]) + 0.1 * spread(40, 3)
+    (found,) = outliers(images, usual)
+    assert (found.image, found.concept, found.share) == (0, 0, 0.0)  # not a third of no evidence
+    assert found.usual_share == pytest.approx(0.88, abs=0.01)  # (9 + 0.1) / (10 + 0.3)
 
 
 def test_half_of_a_map_lies_on_the_smallest_part_that_holds_it() -> None:

@@ -195,7 +195,34 @@ def test_the_verdict_compares_with_the_one_map_too(parts) -> None:
     record, explained, _ = parts
     curves = {"concepts": {"aupc": 2.0}, "one map": {"aupc": 1.75}, "random": {"aupc": 2.5}}
     facts = make_verdict(replace(record, flipping={"curves": curves}), explained).facts
-    assert any("2.00 against 2.50; by the one map 1.75" in fact for fact in facts)
+    assert any("2 against 2.5; by the one map 1.75" in fact for fact in facts)
+    small = {name: {"aupc": curve["aupc"] / 1e4} for name, curve in curves.items()}
+    facts = make_verdict(replace(record, flipping={"curves": small}), explained).facts
+    assert any("0.0002 against 0.00025; by the one map 0.000175" in fact for fact in facts)
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("lrp", "biases and stabilisers"),
+        ("gxi", "biases and curved activations"),
+        ("ig", "the change from an input of zeros, in a limited number of steps"),
+        ("shapley", "the change from an input of zeros."),
+    ],
+)
+def test_the_verdict_says_why_maps_miss_the_score_with_this_method(parts, backend: str, why: str) -> None:
+    record, explained, _ = parts
+    record = replace(record, method=record.method | {"backend": backend})
+    explained = replace(explained, certificate=explained.certificate | {"share_of_score": -0.004})
+    verdict = make_verdict(record, explained)
+    (text,) = [c.text for c in verdict.cautions if "of the score" in c.text]
+    assert text.startswith("The maps add up to 0% of the score: ")  # not -0%
+    assert why in text
+    assert any("the maps add up to 0% of the model's score" in fact for fact in verdict.facts)
+    kept = {"position embeddings": 0.6, "biases": 0.4}
+    explained = replace(explained, certificate=explained.certificate | {"kept": kept})
+    (text,) = [c.text for c in make_verdict(record, explained).cautions if "of the score" in c.text]
+    assert text.endswith("position embeddings (60%) and biases (40%) hold the difference.")
 
 
 def test_charts_say_what_they_show() -> None:

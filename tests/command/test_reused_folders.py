@@ -212,15 +212,29 @@ def test_notes_of_what_is_kept_are_kept(folders, tmp_path, monkeypatch) -> None:
         warnings.warn("there are too few steps", UserWarning, stacklevel=2)
         explain_batch(*rest)
 
+    def warning_too(*rest):
+        warnings.warn("without a concept it is another", UserWarning, stacklevel=2)
+        return concepts.take_out(*rest)
+
     monkeypatch.setattr("drsa_audit.fitting.learn", noting)
+    monkeypatch.setattr("drsa_audit.auditing.take_out", warning_too)
     monkeypatch.setattr(audit_steps, "_explain_batch", warning)
     out = tmp_path / "report.html"
-    words = ("audit", MODEL, *INPUT, *GXI, *FIT, "--train", folders[0], "--test", folders[1], "--out", out,
-             "--no-flipping", "--no-ablation", "--json")  # fmt: skip
-    first = json.loads(succeeded(*words).stdout)["be_careful"]
+    odd = ("--size", 31, "--resize", 31)  # patches of 2 × 2 do not divide it
+    words = ("audit", MODEL, *INPUT, *odd, *GXI, *FIT, "--train", folders[0], "--test", folders[1], "--out",
+             out, "--json")  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        first = json.loads(succeeded(*words).stdout)["be_careful"]
+    assert not caught  # notes take their place
     monkeypatch.undo()
-    for text in ("learned with care", "the fit did not converge", "there are too few steps"):
+    for text in (
+        "learned with care",
+        "the fit did not converge",
+        "there are too few steps",
+        "without a concept it is another",
+    ):
         assert first.count(text) == 1
+    assert sum(text.startswith("patches of 2 × 2 do not divide") for text in first) == 1
     assert json.loads(succeeded(*words).stdout)["be_careful"] == first
     assert "there are too few steps" in out.read_text()
 

@@ -42,6 +42,15 @@ def other_network() -> nn.Module:
     return model
 
 
+def one_output() -> nn.Module:
+    """One logit, for or against a class; here against it, for every picture."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        last = nn.Linear(16, 1)
+    nn.init.constant_(last.bias, -5.0)
+    return nn.Sequential(*list(network())[:-1], last).eval()
+
+
 def cube() -> nn.Sequential:
     """Layer "2" gives as many features as rows and columns, whatever the size of the inputs."""
     with torch.random.fork_rng(devices=[]):

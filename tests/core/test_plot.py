@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from drsa_core.plot import concept_grid, concept_maps, relevance_bars
+from matplotlib.text import Text
 
 
 def panels(figure: Any) -> list[tuple[str, Any]]:
@@ -131,6 +133,17 @@ def test_grid_has_a_row_for_each_image(maps) -> None:
     labels = [axis.get_ylabel() for axis in figure.axes]
     assert (labels[0], labels[4]) == ("first", "second")
     assert figure.axes[6].get_xlabel() == "R = -6"  # no shares of a negative whole
+
+
+def test_dollars_in_names_and_titles_are_no_formulas(maps) -> None:
+    names, title = ["5 $ or 6 $", "$\\frac$"], "$\\oops$.jpg"
+    row = concept_maps(torch.rand(3, 4, 4), maps, names, title=title)
+    grid = concept_grid(torch.rand(1, 3, 4, 4), maps[None], names, labels=[title], title=title)
+    for figure in (row, grid):
+        figure.savefig(io.BytesIO())  # formulas are read when they are drawn
+        texts = [text for text in figure.findobj(Text) if "$" in text.get_text()]
+        assert len(texts) >= 3
+        assert not any(text.get_parse_math() for text in texts)
 
 
 def test_bars_are_means_with_a_dot_for_each_image() -> None:

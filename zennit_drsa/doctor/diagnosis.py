@@ -82,10 +82,11 @@ class Diagnosis:
     @property
     def findings(self) -> list[str]:
         """What is wrong under this composite, one string each; the mode of the model is not counted."""
-        found = [f"{name} (batch norm)" for name in self.unmerged_norms] + self.functional + self.without_rule
+        found = [f"{name} (batch norm) is not merged" for name in self.unmerged_norms]
+        found += [f"{name} has no rule" for name in (*self.functional, *self.without_rule)]
         found += [f"{name} runs more than once" for name in self.reused]
-        found += [f"{name} (not finite)" for name in self.non_finite]
-        found += [f"{name} (relevance {change:+.3g})" for name, change in self.drift.items()]
+        found += [f"{name} has values that are not finite" for name in self.non_finite]
+        found += [f"{name} loses or makes relevance ({change:+.3g})" for name, change in self.drift.items()]
         if not self.logit_change <= 1e-3:  # NaN counts
             found.append(f"the logits change by {self.logit_change:.1e}")
         return found

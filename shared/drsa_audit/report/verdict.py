@@ -16,6 +16,13 @@ from ..record import AuditRecord
 FEW_TRAIN, FEW_TEST = 30, 10
 #: Shares of relevance below or above which a reader should know.
 LOW_COVERAGE, HIGH_LOSS = 0.7, 0.05
+#: Why maps add up to another total than the score, by backend.
+DIFFERENCES = {
+    "lrp": "biases and stabilisers hold the difference",
+    "gxi": "biases and curved activations make the difference",
+    "ig": "they measure the change from an input of zeros, in a limited number of steps (--samples)",
+    "shapley": "they measure the change from an input of zeros",
+}
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,11 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
             for k, (share, mean) in enumerate(zip(of_concepts.tolist(), means, strict=True))
         ]
     )
-    lead = (
-        f"The model predicts “{name}” for {n_right} of {n_images} test images. "
-        f"Its evidence for that class splits into {_counted(len(of_concepts), 'concept')}: {listed}."
-    )
+    predicts = f"The model predicts “{name}” for {n_right} of {n_images} test images."
+    if not explained.rank.any():
+        predicts = f"The model has one output, “{name}”."
+    parts = _counted(len(of_concepts), "concept")
+    lead = f"{predicts} Its evidence for that class splits into {parts}: {listed}."
     first = [_of_group(group, n_images) for group in groups]
     return Verdict(
         lead,
@@ -119,7 +127,7 @@ def _coverage_facts(certificate: dict[str, Any]) -> list[str]:
     held = f"{(1 - lost) * (1 - around):.0%} of the evidence passes through the concepts"
     if share is None:
         return [f"Coverage: {held}."]
-    return [f"Coverage: {held}, and the maps add up to {share:.0%} of the model's score."]
+    return [f"Coverage: {held}, and the maps add up to {_percent(share)} of the model's score."]
 
 
 def _effect_facts(record: AuditRecord) -> list[str]:
@@ -136,8 +144,8 @@ def _effect_facts(record: AuditRecord) -> list[str]:
             faster = "faster" if ours < chance else "no faster"
             facts.append(
                 f"Pixels: removing what the maps point at makes the score fall {faster} than removing "
-                f"patches at random (area under the curve {ours:.2f} against {chance:.2f}; by the one map "
-                f"{one:.2f})."
+                f"patches at random (area under the curve {ours:.3g} against {chance:.3g}; by the one map "
+                f"{one:.3g})."
             )
     return facts
 
@@ -164,7 +172,7 @@ def _cautions(
             )
         )
     found += _method_cautions(record, explained.certificate)
-    if n_right < 0.7 * len(explained):
+    if explained.rank.any() and n_right < 0.7 * len(explained):
         found.append(
             Caution(
                 f"The model predicts the class for only {n_right} of {len(explained)} test images: check "
@@ -195,17 +203,22 @@ def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[C
         found.append(Caution(f"{lost:.0%} of the evidence sits on zero activations, and is in no map."))
     share = certificate.get("share_of_score")
     if share is not None and not LOW_COVERAGE <= share <= 2 - LOW_COVERAGE:
-        kept = certificate.get("kept") or {}
-        listed = _listed(
-            [f"{name} ({part:.0%})" for name, part in kept.items()] or ["biases and stabilisers"]
-        )
-        found.append(Caution(f"The maps add up to {share:.0%} of the score: {listed} hold the difference."))
+        why = DIFFERENCES[record.method["backend"]]
+        if kept := certificate.get("kept"):
+            listed = _listed([f"{name} ({_percent(part)})" for name, part in kept.items()])
+            why = f"{listed} hold the difference"
+        found.append(Caution(f"The maps add up to {_percent(share)} of the score: {why}."))
     effect = record.ablation["correlation"] if record.ablation else None
     if is_known(effect) and effect < 0.5:
         found.append(
             Caution("Taking concepts out of the network has another effect than their relevance says.")
         )
     return found
+
+
+def _percent(share: float) -> str:
+    """A share that may be negative, as a whole number; no "-0%"."""
+    return f"{round(share, 2) + 0.0:.0%}"
 
 
 def _counted(number: int, what: str) -> str:

@@ -79,17 +79,18 @@ def concept_grid(
         limits = colour_limits(shown[n], scale)
         axes[n, 0].imshow(pictures[n].numpy())
         if labels is not None:
-            axes[n, 0].set_ylabel(labels[n], fontsize=9)
+            # Names of files are shown as they are: between two dollars, matplotlib would read formulas.
+            axes[n, 0].set_ylabel(labels[n], fontsize=9, parse_math=False)
         for index, axis in enumerate(axes[n, 1:]):
             draw_map(axis, shown[n, index], limits[index], pictures[n] if overlay else None, size, pool)
             value = share_label(totals[index], totals[0], magnitude) if index else f"R = {totals[0]:.3g}"
             axis.set_xlabel(value, fontsize=8, labelpad=2)
     for axis, heading in zip(axes[0], ["input", *headings], strict=True):
-        axis.set_title(heading, fontsize=10)
+        axis.set_title(heading, fontsize=10, parse_math=False)
     for axis in axes.ravel():
         axis.set_xticks([])
         axis.set_yticks([])
         axis.spines[:].set_color("0.85")
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, parse_math=False)
     return figure

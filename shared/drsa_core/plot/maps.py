@@ -107,7 +107,8 @@ def concept_maps(
     for index, axis in enumerate(axes[1:n_panels]):
         drawn = draw_map(axis, shown[index], limits[index], picture if overlay else None, size, pool)
         value = share_label(totals[index], totals[0], magnitude) if index else f"R = {totals[0]:.3g}"
-        axis.set_title(f"{labels[index]}\n{value}", fontsize=10)
+        # Names and titles are shown as they are: between two dollars, matplotlib would read formulas.
+        axis.set_title(f"{labels[index]}\n{value}", fontsize=10, parse_math=False)
     if scale != "each":  # the scale of the last panel is that of the concepts
         bar = figure.colorbar(drawn, ax=axes.tolist(), fraction=0.02, pad=0.01, aspect=25)
         limit = limits[-1]
@@ -115,7 +116,7 @@ def concept_maps(
         bar.set_label("relevance per pixel", fontsize=8)
         bar.ax.tick_params(labelsize=8)
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, parse_math=False)
     figure.supxlabel(note, fontsize=8.5, color="0.35")
     return figure
 

@@ -147,9 +147,9 @@
       const share = value > 0 ? ` (${Math.round(100 * image.shares[k])}%)` : "";
       document.querySelector(`[data-value="${k}"]`).textContent = `${value.toPrecision(3)}${share}`;
     });
-    const rank = image.rank === 1 ? `predicted as ${data.target}` : `${data.target} is only number ${image.rank}`;
+    const rank = ["", `predicted as ${data.target}, `][image.rank] ?? `${data.target} is only number ${image.rank}, `;
     const shown = on.length ? on.map((k) => names[k]).join(", ") : "no concept";
-    one("view-caption").textContent = `${image.name}: ${rank}, score ${image.score.toPrecision(3)}. Shown: ${shown}.`;
+    one("view-caption").textContent = `${image.name}: ${rank}score ${image.score.toPrecision(3)}. Shown: ${shown}.`;
     view.setAttribute("aria-label", `${image.name} with ${shown}`);
   }
 
