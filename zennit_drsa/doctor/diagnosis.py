@@ -39,8 +39,8 @@ class Diagnosis:
         All modules that relevance crossed, in the order of the forward pass.
     unmerged_norms, functional, without_rule, non_finite : list of str
         Batch norms left as they were; operations in a module's code that relevance crosses without a rule
-        and that do more than move, copy or select values; modules without a rule, or whose rule exchanges
-        parameters of which they make other weights; modules with a non-finite output or relevance.
+        and that do more than move, copy or select values; modules without a rule; modules with a non-finite
+        output or relevance.
     drift : dict
         Relevance that a module lost (or made, if negative) in a way that none of its rules explains.
     lost_in_layers_with_bias, lost_in_other_layers : float
@@ -55,6 +55,9 @@ class Diagnosis:
         The outermost modules that are in training mode; the examination itself runs in evaluation mode.
     reused : list of str
         Modules that run more than once in a forward pass under a rule that remembers one run alone.
+    derived : list of str
+        Layers that make other weights of their parameters (standardised convolutions, for instance), under a
+        rule that exchanges the parameters.
     suggestion : str or None
         What makes LRP valid, tried on this model and input; or, if nothing does, what to use instead.
     """
@@ -73,6 +76,7 @@ class Diagnosis:
     suggestion: str | None = field(default=None)
     kept: dict[str, float] = field(default_factory=dict)
     reused: list[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
 
     @property
     def in_training(self) -> bool:
@@ -85,6 +89,7 @@ class Diagnosis:
         found = [f"{name} (batch norm) is not merged" for name in self.unmerged_norms]
         found += [f"{name} has no rule" for name in (*self.functional, *self.without_rule)]
         found += [f"{name} runs more than once" for name in self.reused]
+        found += [f"{name} makes other weights of its parameters" for name in self.derived]
         found += [f"{name} has values that are not finite" for name in self.non_finite]
         found += [f"{name} loses or makes relevance ({change:+.3g})" for name, change in self.drift.items()]
         if not self.logit_change <= 1e-3:  # NaN counts
@@ -110,6 +115,7 @@ class Diagnosis:
             ("operations without a rule", self.functional),
             ("modules without a rule", self.without_rule),
             ("modules that run more than once", self.reused),
+            ("layers that make other weights of their parameters", self.derived),
             ("non-finite values", self.non_finite),
             ("relevance lost or made without a rule", [f"{k} ({v:+.3g})" for k, v in self.drift.items()]),
         ]

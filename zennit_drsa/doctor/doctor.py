@@ -134,7 +134,7 @@ def _conclude(examination: Examination, training: list[str]) -> Diagnosis:
             # What is named as a whole, such as a norm, needs no list of its parts.
             if name not in without_rule
         ],
-        without_rule=[*without_rule.values(), *examination.derived],
+        without_rule=list(without_rule.values()),
         non_finite=examination.non_finite,
         drift=drift,
         lost_in_layers_with_bias=sum(layer.lost for layer in biased if layer.has_bias) / scale,
@@ -143,6 +143,7 @@ def _conclude(examination: Examination, training: list[str]) -> Diagnosis:
         logit_change=examination.logit_change,
         training=training,
         reused=examination.reused,
+        derived=examination.derived,
     )
 
 

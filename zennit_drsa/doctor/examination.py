@@ -120,9 +120,7 @@ def _examine(
         )
 
     examined = GuardedComposite(composite)
-    examined.derived = lambda name, module: derived.append(
-        f"{name} ({type(module).__name__}: makes its weights)"
-    )
+    examined.derived = lambda name, module: derived.append(f"{name} ({type(module).__name__})")
     return examined.registered(model, under_rules)
 
 
