@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from captum.attr import InputXGradient
-from drsa_core import PRCA, Pairs, PairStore
+from drsa_core import PRCA, Pairs, PairStore, fit_many
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 
@@ -118,3 +118,25 @@ def test_parts_with_and_without_go_together() -> None:
     joined = Pairs.concatenate(parts).provenance
     assert joined is not None
     assert joined.skip_tokens is None
+
+
+@pytest.mark.parametrize("backend", ["zennit", "captum"])
+def test_fits_of_all_classes_leave_them_out_too(backend: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Tokens().eval()
+    explainer: Any = (
+        zennit_drsa.DisentangledAttributor(Gradient(model), "turned", channel_dim=-1)
+        if backend == "zennit"
+        else captum_drsa.DisentangledAttribution(InputXGradient(model), "turned", channel_dim=-1)
+    )
+    loader = [(tokens(seed), torch.tensor([seed % 2, 2])) for seed in range(4)]
+    found = fit_many(explainer, loader, tmp_path, PRCA(1), positions=None, skip_tokens=2, progress=False)
+    of_class = [(x[:1], 1) for x, labels in loader if labels[0] == 1]
+    pairs = explainer.collect([x for x, _ in of_class], 1, positions=None, skip_tokens=2)
+    # One eigenvector of the same pairs, in another order of the sums.
+    expected, learned = PRCA(1).fit(pairs).subspaces_, found.subspaces(1)
+    torch.testing.assert_close(learned.basis[:, :1], expected.basis[:, :1], atol=1e-5, rtol=0)
+    assert learned.provenance is not None
+    assert learned.provenance.skip_tokens == 2
+    with pytest.raises(ValueError, match="begun with other settings"):
+        fit_many(explainer, loader, tmp_path, PRCA(1), positions=None, progress=False)

@@ -57,6 +57,7 @@ def make_backend(
     samples: int | None = None,
     channel_dim: int = 1,
     strict: bool = False,
+    skip_tokens: int = 0,
 ) -> Backend:
     """A backend by name: "lrp", "gxi", "ig" or "shapley".
 
@@ -73,15 +74,17 @@ def make_backend(
         Axis of the features in the layer's output: 1 for (N, D, H, W), −1 for tokens (N, T, D).
     strict : bool
         Whether subspaces that were learned for something else are an error instead of a warning.
+    skip_tokens : int
+        Tokens to leave out of the pairs, as in `drsa_core`'s `collect`.
     """
     if name not in SAMPLES:
         raise ValueError(f"backend must be one of {', '.join(SAMPLES)}, got {name!r}")
     if samples is not None and samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     if name == "lrp":
-        return LRP(network, layer, channel_dim, strict)
+        return LRP(network, layer, channel_dim, strict, skip_tokens)
     number = (samples or SAMPLES[name]) if SAMPLES[name] else None
-    return Captum(network, layer, name, number, channel_dim, strict)
+    return Captum(network, layer, name, number, channel_dim, strict, skip_tokens)
 
 
 @contextmanager
@@ -126,12 +129,15 @@ class LRP:
     layer: str
     channel_dim: int = 1
     strict: bool = False
+    skip_tokens: int = 0
 
     def collect(
         self, batches: list[Tensor], target: int, positions: int, seed: int, store: PairStore
     ) -> Pairs:
         """As in `Backend`."""
-        return self.explainer(None).collect(batches, target, positions, seed, store=store)
+        return self.explainer(None).collect(
+            batches, target, positions, seed, store=store, skip_tokens=self.skip_tokens
+        )
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""
@@ -171,6 +177,7 @@ class Captum:
     samples: int | None
     channel_dim: int = 1
     strict: bool = False
+    skip_tokens: int = 0
 
     def collect(
         self, batches: list[Tensor], target: int, positions: int, seed: int, store: PairStore
@@ -178,7 +185,9 @@ class Captum:
         """As in `Backend`."""
         with repeatable(seed):
             seeded = _SeededBatches(batches, seed)
-            return self.explainer(None).collect(seeded, target, positions, seed, store=store)
+            return self.explainer(None).collect(
+                seeded, target, positions, seed, store=store, skip_tokens=self.skip_tokens
+            )
 
     def explain(self, inputs: Tensor, target: int, subspaces: Subspaces) -> Tensor:
         """As in `Backend`."""

@@ -87,6 +87,8 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
     """
     if settings.subspaces == AUTO:
         raise BadInput(f"--target {ALL} needs a number of concepts, got --subspaces {AUTO}")
+    if settings.work is not None:
+        raise BadInput(f"--target {ALL} keeps what is done in the folder of --out; leave out --work")
     if settings.out.is_file():
         raise BadInput(f"{settings.out} is a file; --target {ALL} writes a folder")
     with joined_ranks() as ranks:
@@ -141,6 +143,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 names={target.output: target.name for target in targets.values()},
                 positions=settings.positions,
                 random_state=settings.seed,
+                skip_tokens=session.skip_tokens,
                 progress=progress.shown,
                 ranks=ranks,
             )

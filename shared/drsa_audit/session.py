@@ -13,6 +13,7 @@ from drsa_core import Subspaces, model_fingerprint
 from drsa_core.layer import find_layer
 from drsa_core.provenance import Provenance, ProvenanceWarning, check_provenance
 from drsa_core.storage import versions
+from drsa_core.token_maps import find_layout
 from torch import Tensor
 
 from .backend_choice import Choice, choose_backend
@@ -72,7 +73,17 @@ class Session:
             self.samples,
             self.layer.channel_dim,
             self.strict,
+            self.skip_tokens,
         )
+
+    @property
+    def skip_tokens(self) -> int:
+        """Class and register tokens at the layer: they stand for no place, and concepts are of places."""
+        if len(self.layer.shape or ()) != 2:
+            return 0
+        example = torch.empty(1, 3, self.network.size, self.network.size)
+        layout = find_layout(self.network.model, example, self.layer.n_positions)
+        return 0 if layout is None else layout.n_prefix
 
     def used_for(self) -> Provenance:
         """What subspaces are used for here: model, layer, class, and the method with its parameters."""
@@ -109,6 +120,7 @@ class Session:
             "model": model_fingerprint(self.network.model),
             "layer": self.layer.name,
             "channel_dim": self.layer.channel_dim,
+            "skip_tokens": self.skip_tokens,
             "target": self.target.output,
             "backend": self.choice.backend,
             "rules": self.choice.reason,

@@ -137,6 +137,7 @@ def collect_classes(
     classes: Collection[int] | None,
     positions: int | None,
     random_state: int,
+    skip_tokens: int,
     ranks: Ranks,
     progress: bool | None,
 ) -> int:
@@ -151,7 +152,7 @@ def collect_classes(
         Where pairs go, and what is done already.
     classes : collection of int, optional
         Labels that are wanted; images with others are left out. Default all.
-    positions, random_state, progress
+    positions, random_state, skip_tokens, progress
         As in `collect_pairs`.
     ranks : Ranks
 
@@ -176,7 +177,7 @@ def collect_classes(
                 rows = [i for i, other in enumerate(labels) if other == label]
                 images = [first + wanted[i] for i in rows]
                 pairs[label] = pairs_at_positions(
-                    a[rows], c[rows], positions, random_state, images, explainer.channel_dim
+                    a[rows], c[rows], positions, random_state, images, explainer.channel_dim, skip_tokens
                 )
         kept.put(number, batch, n_images, pairs)
     if not batches.n_images:
@@ -202,7 +203,9 @@ def _some(inputs: Inputs, rows: list[int]) -> Inputs:
     return inputs if len(rows) == len(inputs) else inputs[torch.tensor(rows)]
 
 
-def label_provenance(explainer: Explainer, positions: int | None, random_state: int) -> Provenance:
+def label_provenance(
+    explainer: Explainer, positions: int | None, random_state: int, skip_tokens: int
+) -> Provenance:
     """How the pairs of all classes are made."""
     return Provenance(
         **explainer._origin(),
@@ -210,4 +213,5 @@ def label_provenance(explainer: Explainer, positions: int | None, random_state: 
         target=LABEL,
         positions=positions,
         random_state=random_state,
+        skip_tokens=skip_tokens,
     )

@@ -98,9 +98,9 @@ def collect_pairs(
                     f"the context of {n_batch} images must have an activation (N, …) for each, got shape "
                     f"{tuple(a.shape)}; choose a layer whose first axis runs over the examples"
                 )
-            a, c = (_without_first(values, skip_tokens, channel_dim) for values in (a, c))
             images = range(first, first + n_batch)
-            kept.put(number, pairs_at_positions(a, c, positions, seed, images, channel_dim), batch)
+            pairs = pairs_at_positions(a, c, positions, seed, images, channel_dim, skip_tokens)
+            kept.put(number, pairs, batch)
         if not isinstance(target, str):
             check_length(target, batches.n_images)
         if not batches.n_images:
@@ -129,7 +129,13 @@ def _without_first(values: Tensor, n_tokens: int, channel_dim: int) -> Tensor:
 
 
 def pairs_at_positions(
-    a: Tensor, c: Tensor, positions: int | None, seed: int, images: Sequence[int], channel_dim: int
+    a: Tensor,
+    c: Tensor,
+    positions: int | None,
+    seed: int,
+    images: Sequence[int],
+    channel_dim: int,
+    skip_tokens: int,
 ) -> Pairs:
     """Pairs of a batch at random positions of each image, which its number in the data set decides.
 
@@ -142,9 +148,11 @@ def pairs_at_positions(
         Of the positions.
     images : sequence of int, length N
         Numbers of the images in the whole data set.
-    channel_dim : int
+    channel_dim, skip_tokens : int
+        As in `collect_pairs`.
     """
     parts = []
+    a, c = (_without_first(values, skip_tokens, channel_dim) for values in (a, c))
     a, c = as_float_tensor(a, "activations"), as_float_tensor(c, "contexts")
     for i, image in enumerate(images):
         # 2**63 bounds what a generator takes; the odd factor keeps the seeds of neighbours apart.

@@ -93,6 +93,7 @@ def fit_many(
     names: Mapping[int, str] | None = None,
     positions: int | None = 20,
     random_state: int = 0,
+    skip_tokens: int = 0,
     memory: int = MEMORY,
     progress: bool | None = None,
     ranks: Ranks | None = None,
@@ -118,7 +119,7 @@ def fit_many(
         Labels that are wanted. Default all that occur.
     names : mapping from label to str, optional
         Names for the index.
-    positions, random_state
+    positions, random_state, skip_tokens
         As in `Explainer.collect`. The seed must be given, so that a second run continues the first.
     memory : int
         Bytes of pairs above which a class is read from its files chunk by chunk; for PRCA, DRSA and what is
@@ -145,15 +146,17 @@ def fit_many(
                 names=names,
                 positions=positions,
                 random_state=random_state,
+                skip_tokens=skip_tokens,
                 memory=memory,
                 progress=progress,
                 ranks=joined,
             )
     random_state = as_int(random_state, "random_state", 0)
     positions = None if positions is None else as_int(positions, "positions", 1)
+    skip_tokens = as_int(skip_tokens, "skip_tokens", 0)
     solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
     wanted = None if classes is None else frozenset(as_int(label, "every class", 0) for label in classes)
-    kept = ClassPairs(Path(folder), label_provenance(explainer, positions, random_state))
+    kept = ClassPairs(Path(folder), label_provenance(explainer, positions, random_state, skip_tokens))
     settings = {
         "provenance": kept.provenance.as_dict(),
         "classes": None if wanted is None else sorted(wanted),
@@ -165,7 +168,9 @@ def fit_many(
                 if is_turn:
                     stack.enter_context(_opened(kept, settings, ranks))
         with ranks.all_or_none("collecting"):
-            n_own = collect_classes(explainer, loader, kept, wanted, positions, random_state, ranks, progress)
+            n_own = collect_classes(
+                explainer, loader, kept, wanted, positions, random_state, skip_tokens, ranks, progress
+            )
         ranks.meet("the end of the collection")
         n_batches = sum(ranks.numbers(n_own))
         if kept.numbers() != list(range(n_batches)):

@@ -173,3 +173,21 @@ def test_two_classes_of_one_name_are_both_shown(tmp_path) -> None:
         "crane": "subspaces/0.safetensors",
         "crane (1)": "subspaces/1.safetensors",
     }
+
+
+def test_the_work_is_in_the_folder_of_results(train, tmp_path) -> None:
+    words = ("fit", MODEL, *INPUT, "--train", train, "--out", tmp_path / "concepts", *WORDS)
+    assert "leave out --work" in refused(*words, "--work", tmp_path / "work")
+
+
+@pytest.mark.parametrize("target", ["blobs", "all"])
+def test_class_tokens_are_in_no_pair(train, tmp_path, target: str) -> None:
+    out = tmp_path / "concepts"
+    words = ("--layer", "blocks.0", "--backend", "gxi", "--subspaces", "2", "--positions", "20")
+    model = "tests.command.tiny:transformer"
+    asked = ("--train", train, "--out", out, "--target", target, *words)
+    succeeded("fit", model, *INPUT, *asked, *(() if target == "all" else ("--no-stability",)))
+    found = ClassIndex.load(out).subspaces(0) if target == "all" else Subspaces.load(out)
+    assert found.provenance is not None
+    assert found.provenance.skip_tokens == 1
+    assert found.metadata["solver"]["n_samples"] == 3 * 9  # patches of three images, of ten tokens each

@@ -60,6 +60,15 @@ def cube() -> nn.Sequential:
         ).eval()
 
 
+def transformer() -> nn.Module:
+    """A ViT of nine patches and a class token."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        return VisionTransformer(SIZE, 8, num_classes=3, embed_dim=16, depth=2, num_heads=2).eval()
+
+
 class Gated(nn.Module):
     """A product of two paths, for which LRP has no rule."""
 
