@@ -126,7 +126,7 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("backend", ["captum", "zennit"])
 def test_features_behind_rows_and_columns(backend: str) -> None:
-    """By default the four rows would be the features, without a word."""
+    """By default the four rows would be the features, and nothing would say so."""
     model, x = Rows().eval(), torch.rand(2, 3, 8, 8)
 
     def pairs(layer: str, **options: Any) -> Any:
