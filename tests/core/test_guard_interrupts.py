@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -111,6 +112,21 @@ def test_end_may_be_called_at_any_time_and_again(handler):
     guard.end()
     assert not guard.is_active
     assert handler.n == 0
+
+
+def test_a_second_end_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no interrupt back: one that came inside would leave the lock taken, and all others waiting."""
+    model = network()
+    guard = Guard(model)
+    guard.begin()
+    guard.end()
+    taken = threading.Lock()
+    assert taken.acquire()
+    monkeypatch.setattr(sys.modules[Guard.__module__], "_locks_lock", taken)
+    thread = threading.Thread(target=guard.end, daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])

@@ -134,11 +134,13 @@ class Guard:
             torch.backends.mha.set_fastpath_enabled(False)
 
     def _give_fused_attention_back(self) -> None:
+        # A second `end` holds no interrupt back. One that came in the block below would leave the lock taken.
+        if id(self) not in _without_fused_attention:
+            return
         with _locks_lock:
-            if id(self) in _without_fused_attention:
-                _without_fused_attention.remove(id(self))
-                if not _without_fused_attention:
-                    torch.backends.mha.set_fastpath_enabled(_had_fused_attention)
+            _without_fused_attention.remove(id(self))
+            if not _without_fused_attention:
+                torch.backends.mha.set_fastpath_enabled(_had_fused_attention)
 
     def _restore(self) -> None:
         if self._watch is not None:
