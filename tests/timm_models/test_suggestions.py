@@ -175,7 +175,7 @@ def test_rules_that_the_users_composite_lacks_are_suggested():
 def test_what_a_canonizer_leaves_is_named():
     torch.manual_seed(0)
     diagnosis = examine(settled(PooledResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)), EpsilonPlus())
-    assert "what it leaves ((model) (PooledResNet: mean))" in str(diagnosis.suggestion)
+    assert "what is left ((model) (PooledResNet: mean) has no rule)" in str(diagnosis.suggestion)
     assert "torch.nn.AdaptiveAvgPool2d for pooling" in str(diagnosis.suggestion)
     repaired = settled(RepairedResNet(BasicBlock, [1, 1, 1, 1], num_classes=10))
     assert examine(repaired, suggested(diagnosis)).ok

@@ -53,7 +53,7 @@ def suggest(
         return f"nothing here makes LRP valid on this model as it is: {rewrite}"
     text, findings = best
     more = f" and {len(findings) - 4} more" if len(findings) > 4 else ""
-    return f"{text}; what it leaves ({'; '.join(findings[:4])}{more}) no canonizer here knows: {rewrite}"
+    return f"{text}; no canonizer here knows what is left ({'; '.join(findings[:4])}{more}): {rewrite}"
 
 
 def _trials(model: nn.Module, composite: Composite, input: Tensor) -> Iterator[Trial]:
