@@ -31,15 +31,22 @@ class GuardedComposite(Composite):  # type: ignore[misc]
         The rules and canonizers to use; None stands for plain gradients.
     canonizers : sequence of Canonizer
         Further ones, applied last.
+    derived : function
+        What is done about layers that make other weights of their parameters, see `checked_arguments`.
     """
 
-    def __init__(self, composite: Composite | None, canonizers: Sequence[Canonizer] = ()) -> None:
+    def __init__(
+        self,
+        composite: Composite | None,
+        canonizers: Sequence[Canonizer] = (),
+        derived: Callable[[str, nn.Module], None] = refuse_derived,
+    ) -> None:
         if composite is not None and not isinstance(composite, Composite):
             raise TypeError(f"composite must be a Zennit composite or None, got {type(composite).__name__}")
         if composite is not None:
             _check_own_methods(composite)
         self.composite = composite
-        self.derived: Callable[[str, nn.Module], None] = refuse_derived  # see `checked_arguments`
+        self._derived = derived
         self._guard: Guard | None = None
         module_map = None if composite is None else composite.module_map
         own = [] if composite is None else composite.canonizers
@@ -91,7 +98,7 @@ class GuardedComposite(Composite):  # type: ignore[misc]
             _check_parameters(module)
             if holds_relevance(module):
                 check_norms(module)
-            self.handles.extend(checked_arguments(module, self.derived))
+            self.handles.extend(checked_arguments(module, self._derived))
         except BaseException:
             self._guard = guard
             self.remove()

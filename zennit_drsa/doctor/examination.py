@@ -119,8 +119,9 @@ def _examine(
             derived=derived,
         )
 
-    examined = GuardedComposite(composite)
-    examined.derived = lambda name, module: derived.append(f"{name} ({type(module).__name__})")
+    examined = GuardedComposite(
+        composite, derived=lambda name, module: derived.append(f"{name} ({type(module).__name__})")
+    )
     return examined.registered(model, under_rules)
 
 
