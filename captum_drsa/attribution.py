@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from captum.attr import LRP, Attribution, InputXGradient, LayerGradientXActivation, NoiseTunnel, Occlusion
 from drsa_core import Explanation, Losses, Subspaces, model_fingerprint
+from drsa_core.checks import as_int
 from drsa_core.explainer import check_subspaces, single_input
 from drsa_core.fingerprint import function_digest
 from drsa_core.layer import (
@@ -22,9 +23,8 @@ from drsa_core.layer import (
     warn_of_training,
     with_batch_axes,
 )
-from drsa_core.parameters import as_int
 from drsa_core.provenance import describe_target
-from drsa_core.target import Target, as_listed
+from drsa_core.targets import Target, as_listed
 from torch import Tensor, nn
 
 from ._captum import logged, modules_with_hooks, rules_on

@@ -23,7 +23,7 @@ from drsa_core.layer import (
     warn_of_bypass,
     warn_of_loss,
 )
-from drsa_core.target import gradient_at_output
+from drsa_core.targets import gradient_at_output
 from torch import Tensor
 
 from ._captum import RuleHooks, rules_on

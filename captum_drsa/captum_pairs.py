@@ -8,7 +8,7 @@ from typing import Any
 from captum.attr import Attribution
 from drsa_core import Pairs, PairStore
 from drsa_core.layer import ContextMethod
-from drsa_core.target import Target
+from drsa_core.targets import Target
 from torch import nn
 
 from .attribution import DisentangledAttribution

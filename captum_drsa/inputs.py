@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from captum.attr import Attribution, NoiseTunnel
 from drsa_core.layer import Inputs, Request, copies
-from drsa_core.target import Target, as_listed
+from drsa_core.targets import Target, as_listed
 from torch import Tensor, nn
 
 

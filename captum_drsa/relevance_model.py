@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from drsa_core import Subspaces, filter_context
+from drsa_core.checks import full_precision
 from drsa_core.layer import Request
-from drsa_core.precision import full_precision
 from torch import Tensor, nn
 
 

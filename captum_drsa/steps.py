@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from captum.attr import LRP, Attribution, DeepLift, GradientShap, NoiseTunnel
+from drsa_core.checks import check_finite
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, ContextMethod, GradientContext, Request, guarded
-from drsa_core.validation import check_finite
 from torch import Tensor
 
 from ._captum import draw_baselines

@@ -37,7 +37,7 @@ from drsa_core.plot import manipulated_map
 from drsa_core.showcases.double_backward import constant_weights
 from drsa_core.showcases.manipulation import Manipulation, manipulate, manipulation_score
 from drsa_core.showcases.synthetic import PlantedConcepts
-from drsa_core.target import gradient_at_output
+from drsa_core.targets import gradient_at_output
 from manipulation_measures import Outcome, report, summary
 from torch import Tensor, nn
 from zennit.attribution import Gradient

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from drsa_core import Explanation, Losses, Pairs, Subspaces, model_fingerprint
+from drsa_core.checks import as_int
 from drsa_core.explainer import check_subspaces, single_input
 from drsa_core.layer import (
     TOLERANCE,
@@ -19,9 +20,8 @@ from drsa_core.layer import (
     uninterrupted,
     warn_of_training,
 )
-from drsa_core.parameters import as_int
 from drsa_core.provenance import describe_target
-from drsa_core.target import Target, select_scores
+from drsa_core.targets import Target, select_scores
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion
 

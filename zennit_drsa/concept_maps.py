@@ -13,7 +13,7 @@ import torch
 from drsa_core import Subspaces
 from drsa_core.explainer import Explainer, refuse_noise_on_padding
 from drsa_core.layer import BackwardPass, IntegratedGradientsContext, Request, filter_context
-from drsa_core.target import Target
+from drsa_core.targets import Target
 from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad
 from zennit.core import Composite, Hook

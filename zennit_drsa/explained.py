@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeAlias
 
 import torch
-from drsa_core.target import Target, gradient_at_output, select_scores
+from drsa_core.targets import Target, gradient_at_output, select_scores
 from torch import Tensor
 
 AttrOutput: TypeAlias = Callable[[Tensor], Tensor]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from drsa_core import Pairs, PairStore
-from drsa_core.target import Target
+from drsa_core.targets import Target
 from torch import nn
 from zennit.attribution import Attributor, Gradient
 from zennit.core import Composite

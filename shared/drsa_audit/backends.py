@@ -11,7 +11,7 @@ import torch
 from captum.attr import Attribution, InputXGradient, IntegratedGradients, ShapleyValueSampling
 from drsa_core import Explanation, Pairs, PairStore, Subspaces
 from drsa_core.explainer import Explainer
-from drsa_core.target import Target
+from drsa_core.targets import Target
 from torch import Tensor
 from zennit.attribution import Gradient
 

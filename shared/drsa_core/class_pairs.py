@@ -26,7 +26,7 @@ from .pair_store import PairStore
 from .pairs import Pairs
 from .provenance import Provenance
 from .ranks import Ranks
-from .target import LABEL
+from .targets import LABEL
 
 
 class BatchOfClass(NamedTuple):

@@ -9,15 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .checks import as_float_tensor, as_int, as_seed
 from .layer.request import Inputs
 from .numbered_batches import NumberedBatches, inputs_of
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
-from .parameters import as_int, as_seed
 from .provenance import Provenance, describe_target, target_order
 from .ranks import ALONE, RankError, Ranks
-from .target import LABEL, Target, check_length, targets_of_batch
-from .validation import as_float_tensor
+from .targets import LABEL, Target, check_length, targets_of_batch
 
 
 def collect_pairs(

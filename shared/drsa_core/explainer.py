@@ -18,7 +18,7 @@ from .ranks import ALONE, Ranks
 from .solvers.drsa import DRSA
 from .solvers.estimator import Solver, learn_subspaces
 from .subspaces import Subspaces
-from .target import Target
+from .targets import Target
 from .token_maps import find_layout
 
 _T = TypeVar("_T")

@@ -20,12 +20,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from .atomic_files import remove_leftovers, write_json
+from .checks import as_int
 from .class_pairs import ClassPairs, collect_classes, label_provenance
 from .explainer import Explainer
 from .file_locks import locked
 from .fingerprint import feed
 from .pair_shards import MEMORY
-from .parameters import as_int
 from .ranks import Ranks, joined_ranks
 from .solvers.drsa import DRSA
 from .solvers.estimator import Solver, learn_subspaces

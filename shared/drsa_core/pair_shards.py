@@ -13,12 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .checks import as_int, check_pairs
 from .pairs import Pairs, common_provenance, pair_file_shape
-from .parameters import as_int
 from .provenance import Provenance
 from .ranks import ALONE, Ranks
 from .storage import read_rows
-from .validation import check_pairs
 
 #: Bytes that samples in work may take, by default.
 MEMORY = 2**30

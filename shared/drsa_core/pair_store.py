@@ -19,7 +19,7 @@ from .pair_shards import MEMORY, PairShards
 from .pairs import Pairs, check_pair_file, pair_file_batch, pair_file_images
 from .provenance import COLLECTION, Provenance
 from .ranks import ALONE, Ranks
-from .target import LABEL
+from .targets import LABEL
 
 _BATCH = re.compile(r"(\d{6,})\.safetensors")
 _PROVENANCE = "provenance.json"

@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .parameters import as_int
+from .checks import ArrayLike, as_float_tensor, as_int, check_finite, check_pairs, own_copy, unit_scale
 from .provenance import Provenance
-from .scaling import unit_scale
 from .storage import read_rows, read_shapes, read_tensors, write_tensors
-from .validation import ArrayLike, as_float_tensor, check_finite, check_pairs, own_copy
 
 _KIND = "pairs"
 _FORMAT_VERSION = 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .fingerprint import function_digest, model_fingerprint
-from .target import LABEL
+from .targets import LABEL
 
 __all__ = [
     "COLLECTION",

@@ -14,17 +14,18 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from .parameters import as_int
-from .precision import HALF, full_precision
-from .provenance import Provenance
-from .storage import read_shapes, read_tensors, write_tensors
-from .validation import (
+from .checks import (
+    HALF,
     ArrayLike,
     as_float_tensor,
+    as_int,
     check_finite,
     check_floating,
+    full_precision,
     own_copy,
 )
+from .provenance import Provenance
+from .storage import read_shapes, read_tensors, write_tensors
 
 _KIND = "subspaces"
 _FORMAT_VERSION = 2

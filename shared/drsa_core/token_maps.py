@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .parameters import as_int
-from .precision import HALF
+from .checks import HALF, as_int
 
 #: More tokens than this before those of the image are no prefix, but a sign that the grid is wrong.
 _MAX_PREFIX = 16

@@ -20,9 +20,9 @@ from drsa_core import (
     ibd_subspaces,
     netdissect_subspaces,
 )
+from drsa_core.checks import times_power_of_two, unit_rows, unit_scale, unscaled
 from drsa_core.evaluation import select_prototypes
 from drsa_core.pairs import balanced, normalise
-from drsa_core.scaling import times_power_of_two, unit_rows, unit_scale, unscaled
 from drsa_core.solvers.objective import generalised_mean
 
 ESTIMATORS = [

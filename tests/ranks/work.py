@@ -17,7 +17,7 @@ from drsa_core import DRSA, DSA, PRCA, Pairs, PairShards, PairStore, fit_many, j
 from drsa_core.explainer import Explainer
 from drsa_core.layer import Inputs, Request
 from drsa_core.ranks import Ranks
-from drsa_core.target import Target
+from drsa_core.targets import Target
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import ArrayLike, as_float_tensor, as_int, check_finite
 from ..explainer import Explainer, single_input
 from ..layer import Inputs, UpperNetwork, check_fits, guarded, sum_over_positions
-from ..parameters import as_int
 from ..subspaces import Subspaces
-from ..target import Target, check_length, targets_of_batch
-from ..validation import ArrayLike, as_float_tensor, check_finite
+from ..targets import Target, check_length, targets_of_batch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..validation import check_finite
+from ..checks import check_finite
 from .fills import Array, Fill
 
 #: Numbers of the image and of the step.

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..checks import as_int, check_finite
 from ..layer import batch_dependence
-from ..parameters import as_int
-from ..validation import check_finite
 from .filling import Filler, Preprocessing
 from .fills import Fill, find_fill
 from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks

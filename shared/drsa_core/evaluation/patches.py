@@ -9,9 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..parameters import as_int
+from ..checks import as_int, check_finite
 from ..token_maps import covers, spread
-from ..validation import check_finite
 
 #: Patches flipped at step τ = 1, 2, …, by name of the schedule.
 SCHEDULES = {

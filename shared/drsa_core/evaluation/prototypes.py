@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import Seed, as_float, as_float_tensor, as_int, as_seed, check_finite, unit_scale, unscaled
 from ..pairs import Pairs
-from ..parameters import Seed, as_float, as_int, as_seed
-from ..scaling import unit_scale, unscaled
 from ..solvers.objective import generalised_mean
 from ..subspaces import Subspaces
-from ..validation import as_float_tensor, check_finite
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..parameters import as_int
-from ..precision import HALF
+from ..checks import HALF, as_int
 from .patches import check_maps
 
 

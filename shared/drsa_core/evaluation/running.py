@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..checks import check_finite
 from ..side_by_side import side_by_side
-from ..validation import check_finite
 from .filling import Filled, Filler, Jobs
 from .folding import fold_batch_norms
 from .fusing import fuse_activations

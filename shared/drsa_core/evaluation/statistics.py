@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..parameters import Seed, as_float, as_hashable_labels, as_int, as_seed
-from ..validation import check_finite
+from ..checks import Seed, as_float, as_hashable_labels, as_int, as_seed, check_finite
 
 Label = TypeVar("Label", bound=Hashable)
 Values: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[float]"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..parameters import as_int
+from ..checks import as_int
 from .backward import BackwardPass
 from .quadrature import Array, gauss_legendre, nested_levels
 from .request import Request

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..target import Target, select_scores, target_of_example
+from ..targets import Target, select_scores, target_of_example
 from .shapes import as_activation
 
 Forward: TypeAlias = Callable[..., Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..validation import ArrayLike, as_float_tensor, check_finite
+from ..checks import ArrayLike, as_float_tensor, check_finite
 from .maps import concept_names
 from .style import AGAINST, FOR, share_label
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..parameters import as_int
+from ..checks import as_int, check_finite
 from ..showcases.detection import RocCurve
 from ..showcases.matching import ClassConceptTable, check_labelled, names_of
-from ..validation import check_finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

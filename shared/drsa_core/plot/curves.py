@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..checks import check_finite
 from ..evaluation.statistics import Summary, class_means
-from ..validation import check_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

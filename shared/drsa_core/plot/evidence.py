@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checks import as_float_tensor
 from ..evaluation.ablation import ConceptAblation
 from ..solvers.choice import ChoiceOfK
 from ..solvers.stability import OVERLAP
-from ..validation import as_float_tensor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

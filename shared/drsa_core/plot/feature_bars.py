@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..parameters import as_int
-from ..validation import ArrayLike, as_float_tensor, check_finite
+from ..checks import ArrayLike, as_float_tensor, as_int, check_finite
 from .maps import concept_names
 from .style import AGAINST, FOR, share_label
 

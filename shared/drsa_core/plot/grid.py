@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..validation import ArrayLike
+from ..checks import ArrayLike
 from .maps import concept_names
 from .style import Scale, as_pictures, colour_limits, draw_map, over_channels, pooled, share_label
 

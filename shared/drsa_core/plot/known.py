@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..validation import as_float_tensor, check_finite
+from ..checks import as_float_tensor, check_finite
 from .style import colour_limits
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..parameters import as_int
-from ..validation import as_float_tensor, check_finite
+from ..checks import as_float_tensor, as_int, check_finite
 from .style import colour_limits, draw_map, number, pooled
 
 if TYPE_CHECKING:

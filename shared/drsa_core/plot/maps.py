@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..parameters import as_int
-from ..validation import ArrayLike
+from ..checks import ArrayLike, as_int
 from .style import Scale, as_pictures, colour_limits, draw_map, number, over_channels, pooled, share_label
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..parameters import as_int
+from ..checks import ArrayLike, as_float_tensor, as_int, check_finite
 from ..token_maps import covers, spread
-from ..validation import ArrayLike, as_float_tensor, check_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..parameters import as_int
-from ..validation import ArrayLike
+from ..checks import ArrayLike, as_int
 from .maps import concept_names
 from .style import number, share_label
 from .words import Words, as_words

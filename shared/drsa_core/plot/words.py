@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..validation import ArrayLike, as_float_tensor, check_finite
+from ..checks import ArrayLike, as_float_tensor, check_finite
 
 #: What stands before a piece that begins a word: SentencePiece's and GPT's sign for a space.
 _BEGINS = ("▁", "Ġ")

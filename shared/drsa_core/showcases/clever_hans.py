@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..parameters import Seed, as_float, as_int, as_int_labels, torch_generator
-from ..validation import as_float_tensor, check_finite
+from ..checks import Seed, as_float, as_float_tensor, as_int, as_int_labels, check_finite, torch_generator
 from .detection import RocCurve, SpRAy, auroc, rectified_relevance, roc_curve
 from .projection import ProjectedModel
 from .refinement import ConceptRelevance, RefinedModel, excess_relevance, mean_relevance

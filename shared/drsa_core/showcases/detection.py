@@ -10,10 +10,8 @@ import torch
 from scipy.cluster.vq import ClusterError, kmeans2, vq
 from torch import Tensor
 
-from ..parameters import Seed, as_int, as_seed
-from ..scaling import unit_rows
+from ..checks import ArrayLike, Seed, as_float_tensor, as_int, as_seed, check_finite, unit_rows
 from ..solvers.estimator import NotFittedError
-from ..validation import ArrayLike, as_float_tensor, check_finite
 
 
 def rectified_relevance(relevance: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..checks import as_float, as_float_tensor, as_int, check_finite, unit_rows
 from ..lrp.canonical import ModuleEdits
-from ..parameters import as_float, as_int
-from ..scaling import unit_rows
-from ..validation import as_float_tensor, check_finite
 
 #: Images (N, C, H, W) to outputs (N, n_classes) and maps (N, H, W), both with their graph.
 Explain: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]

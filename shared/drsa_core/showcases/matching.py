@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..parameters import as_float, as_int, as_int_labels
-from ..validation import check_matrix
+from ..checks import as_float, as_int, as_int_labels, check_matrix
 
 
 @dataclass(frozen=True)

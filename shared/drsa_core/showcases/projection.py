@@ -9,13 +9,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ..checks import (
+    HALF,
+    as_float,
+    as_float_tensor,
+    as_int,
+    check_finite,
+    check_matrix,
+    full_precision,
+    own_copy,
+)
 from ..fingerprint import model_fingerprint
 from ..layer import Request, check_fits, find_layer
-from ..parameters import as_float, as_int
-from ..precision import HALF, full_precision
 from ..provenance import Provenance, check_provenance
 from ..subspaces import Subspaces
-from ..validation import as_float_tensor, check_finite, check_matrix, own_copy
 from .refinement import DropIn, as_concepts
 
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd)

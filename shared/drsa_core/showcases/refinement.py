@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..parameters import as_int
-from ..validation import as_float_tensor, check_finite, own_copy
+from ..checks import as_float_tensor, as_int, check_finite, own_copy
 
 ConceptRelevance = Callable[[Tensor, int], Tensor]
 """`concept_relevance(x, target)`: inputs (N, …) and the index of an output to relevance R_k, shape (N, K)."""

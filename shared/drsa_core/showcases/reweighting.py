@@ -9,8 +9,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from ..parameters import as_float, as_int, as_int_labels
-from ..validation import as_float_tensor, check_matrix
+from ..checks import as_float, as_float_tensor, as_int, as_int_labels, check_matrix
 
 #: Weight decays to choose from, as in Note J.1.
 WEIGHT_DECAYS = tuple(10.0**exponent for exponent in range(-3, 5))

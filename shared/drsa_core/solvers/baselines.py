@@ -8,10 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..parameters import Seed, as_int, as_seed
-from ..scaling import feature_relevance, unscaled
+from ..checks import ArrayLike, Seed, as_int, as_seed, check_nonzero, feature_relevance, unscaled
 from ..subspaces import RESIDUAL, Subspaces
-from ..validation import ArrayLike, check_nonzero
 from .drsa import DRSA, block_sizes
 from .estimator import Activations, Estimator, with_provenance
 from .prca import PRCA

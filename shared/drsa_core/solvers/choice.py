@@ -9,9 +9,8 @@ from itertools import pairwise
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checks import Seed, as_int, full_precision
 from ..pairs import Pairs
-from ..parameters import Seed, as_int
-from ..precision import full_precision
 from ..subspaces import Subspaces
 from .agreement import correlations
 from .drsa import DRSA

@@ -10,10 +10,8 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-from ..parameters import Seed, as_float, as_int, as_seed
-from ..precision import full_precision
+from ..checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision
 from ..subspaces import Subspaces
-from ..validation import ArrayLike, as_float_tensor
 from .estimator import Activations, Estimator, with_provenance
 from .paper_loop import Result, gradient_ascent
 from .quasi_newton import quasi_newton

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from ..checks import ArrayLike, check_matrix, check_pairs
 from ..pair_shards import PairShards
 from ..pairs import Pairs
 from ..ranks import ALONE, Ranks
 from ..subspaces import Subspaces
-from ..validation import ArrayLike, check_matrix, check_pairs
 from .samples import HeldSamples, Samples, ShardedSamples
 
 

@@ -13,10 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..parameters import as_float, as_int, as_int_labels
-from ..scaling import feature_relevance, unit_rows, unit_scale
+from ..checks import (
+    ArrayLike,
+    as_float,
+    as_int,
+    as_int_labels,
+    check_matrix,
+    check_nonzero,
+    check_pairs,
+    feature_relevance,
+    unit_rows,
+    unit_scale,
+)
 from ..subspaces import RESIDUAL, Subspaces
-from ..validation import ArrayLike, check_matrix, check_nonzero, check_pairs
 from .estimator import Activations, unpack_pairs, with_provenance
 
 

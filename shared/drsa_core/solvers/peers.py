@@ -18,10 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..parameters import Seed, as_float, as_int, as_seed
-from ..scaling import feature_relevance, unit_rows, unit_scale
+from ..checks import (
+    ArrayLike,
+    Seed,
+    as_float,
+    as_int,
+    as_seed,
+    check_nonzero,
+    feature_relevance,
+    unit_rows,
+    unit_scale,
+)
 from ..subspaces import Subspaces
-from ..validation import ArrayLike, check_nonzero
 from .estimator import Activations, Estimator, with_provenance
 
 

@@ -8,12 +8,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..checks import ArrayLike, as_int, check_pairs, times_power_of_two, unit_scale, unscaled
 from ..pair_shards import PairShards
 from ..pairs import common_provenance
-from ..parameters import as_int
-from ..scaling import times_power_of_two, unit_scale, unscaled
 from ..subspaces import RESIDUAL, Subspaces
-from ..validation import ArrayLike, check_pairs
 from .estimator import Activations, Estimator, NotFittedError, with_provenance
 
 

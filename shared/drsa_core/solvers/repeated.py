@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import unit_scale
 from ..pairs import Pairs, balanced, normalise
-from ..scaling import unit_scale
 from ..subspaces import Subspaces
 from .coarse import COARSE_TOL, COARSE_WARM_UP, Reduction, leading_samples, reduced_dims
 from .drsa import DRSA, block_sizes

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..checks import check_finite, check_nonzero, times_power_of_two, unit_scale
 from ..pair_shards import Chunk, HeldChunk, PairShards
 from ..pairs import balanced, normalise
-from ..scaling import times_power_of_two, unit_scale
 from ..subspaces import Subspaces
-from ..validation import check_finite, check_nonzero
 from .objective import Objective
 from .sharded import Rows, ShardedObjective
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..checks import Seed, as_float, as_int, as_seed, full_precision
 from ..pairs import Pairs
-from ..parameters import Seed, as_float, as_int, as_seed
-from ..precision import full_precision
 from ..subspaces import Subspaces
 from .agreement import correlations, match
 from .drsa import DRSA
