@@ -15,9 +15,10 @@ import torch
 from drsa_audit import Network, load_network
 from drsa_core import Subspaces
 from drsa_core.plot import concept_grid
-from drsa_core.showcases.clever_hans import ProjectedModel, SpRAy, auroc
+from drsa_core.refine import ProjectedModel
 from hanzi_watermark import CARTON, add_hanzi, median_rank
 from PIL import Image
+from study.clever_hans import SpRAy, auroc
 from torch import Tensor, nn
 
 

@@ -27,16 +27,10 @@ from carton_measures import Mitigation, clarc_model, retrained_row, stroke_mask,
 from drsa_audit import Network, load_network, photo_files, relevance_at
 from drsa_audit.package_photos import foolbox_files
 from drsa_core import DRSA, Pairs, RandomSubspaces, Subspaces
-from drsa_core.plot import roc_curves
-from drsa_core.showcases.clever_hans import (
-    ProjectedModel,
-    SpRAy,
-    auroc,
-    excess_relevance,
-    rectified_relevance,
-    roc_curve,
-)
+from drsa_core.refine import ProjectedModel, excess_relevance
 from hanzi_watermark import CARTON, add_hanzi, crops, photos_to_learn_from
+from study.clever_hans import SpRAy, auroc, rectified_relevance, roc_curve
+from study.plots import roc_curves
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from zennit.attribution import Gradient

@@ -19,18 +19,18 @@ import planted_watermark as planted
 import torch
 from drsa_audit import relevance_at
 from drsa_core import DRSA
-from drsa_core.plot import concept_maps, confusion_matrices, roc_curves
-from drsa_core.showcases.clever_hans import (
-    ProjectedModel,
+from drsa_core.plot import concept_maps
+from drsa_core.refine import ProjectedModel, excess_relevance
+from study.clever_hans import (
     SpRAy,
     auroc,
     confusion_matrix,
     deep_feature_reweighting,
-    excess_relevance,
     poison,
     rectified_relevance,
     roc_curve,
 )
+from study.plots import confusion_matrices, roc_curves
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from zennit.attribution import Attributor, Gradient

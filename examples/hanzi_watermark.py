@@ -16,8 +16,8 @@ import skimage.data
 import torch
 from drsa_audit import Network, load_network, photo_files
 from drsa_audit.package_photos import foolbox_files
-from drsa_core.showcases.clever_hans import ranks
 from PIL import Image
+from study.clever_hans import ranks
 from torch import Tensor
 
 CARTON = 478

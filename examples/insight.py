@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from drsa_audit import Network, class_folders, load_network
 from drsa_core import DRSA, stability
-from drsa_core.plot import concept_maps, relevance_boxes, relevance_scatter
-from drsa_core.showcases.matching import ClassConceptTable, match_concepts
+from drsa_core.plot import concept_maps
 from hanzi_watermark import crops, labelled_photos
+from study.matching import ClassConceptTable, match_concepts
+from study.plots import relevance_boxes, relevance_scatter
 from torch import Tensor
 from tqdm.auto import tqdm
 from zennit.attribution import Gradient

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
-from drsa_core.plot import known_concepts
-from drsa_core.showcases.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
 from drsa_core.solvers.peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
 from safetensors.torch import load_file, save_file
+from study.plots import known_concepts
+from study.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from tqdm import tqdm

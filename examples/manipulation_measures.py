@@ -11,8 +11,8 @@ import argparse
 from dataclasses import dataclass
 
 import torch
-from drsa_core.showcases.clever_hans import auroc
-from drsa_core.showcases.manipulation import Manipulation, is_suspicious, manipulation_score, map_errors
+from study.clever_hans import auroc
+from study.manipulation import Manipulation, is_suspicious, manipulation_score, map_errors
 from torch import Tensor
 
 COLUMNS = "error to original | to target | correlation to original | to target | closer to original"

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from drsa_core.showcases.clever_hans import poison
+from study.clever_hans import poison
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 

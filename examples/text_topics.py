@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
-from drsa_core.showcases.synthetic import match_masks
 from sentences import (
     SentenceEncoder,
     Similarity,
@@ -32,6 +31,7 @@ from sentences import (
     vectors,
     wrap,
 )
+from study.synthetic import match_masks
 from torch import Tensor
 from zennit.attribution import Gradient
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from drsa_core import DRSA, Pairs, choose_k
-from drsa_core.showcases.synthetic import PATTERN_NAMES, PlantedConcepts, Scenes, match_masks
 from drsa_core.solvers.resampling import with_shuffled_contexts
 from safetensors.torch import load_file, save_file
+from study.synthetic import PATTERN_NAMES, PlantedConcepts, Scenes, match_masks
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 

@@ -23,21 +23,20 @@ from drsa_core.evaluation import (
     summarise,
     top_images,
 )
-from drsa_core.showcases.clever_hans import (
-    RefinedModel,
+from drsa_core.refine import RefinedModel, excess_relevance, mean_relevance
+from study.clever_hans import (
     SpRAy,
     confusion_matrix,
     deep_feature_reweighting,
-    excess_relevance,
-    mean_relevance,
     poison,
     ranks,
     roc_curve,
     train_last_layer,
 )
-from drsa_core.showcases.manipulation import is_suspicious, manipulation_score, map_errors
-from drsa_core.showcases.matching import match_concepts
-from drsa_core.showcases.synthetic import PlantedConcepts
+from study.manipulation import is_suspicious, manipulation_score, map_errors
+from study.matching import match_concepts
+from study.plots import confusion_matrices, relevance_scatter
+from study.synthetic import PlantedConcepts
 from torch import nn
 
 NAN = torch.tensor([0.1, torch.nan])
@@ -192,11 +191,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "roc_curve(NaN)": (lambda: roc_curve(NAN, torch.tensor([0, 1])), "scores has 1 NaN"),
     "scatter of 0.5": (
-        lambda: plot.relevance_scatter(torch.rand(4, 3), torch.tensor([0, 1, 0, 1]), (0, 1, 0.5)),  # type: ignore[arg-type]
+        lambda: relevance_scatter(torch.rand(4, 3), torch.tensor([0, 1, 0, 1]), (0, 1, 0.5)),  # type: ignore[arg-type]
         "every entry of concepts",
     ),
     "confusion matrix of NaN": (
-        lambda: plot.confusion_matrices({"x": torch.full((2, 2), torch.nan)}),
+        lambda: confusion_matrices({"x": torch.full((2, 2), torch.nan)}),
         "the matrix 'x' has 4 NaN",
     ),
     "history of NaN": (

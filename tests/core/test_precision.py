@@ -10,7 +10,7 @@ import torch
 from captum.attr import InputXGradient
 from drsa_core import DRSA, PRCA, Pairs, Subspaces, choose_k, concept_vectors, stability
 from drsa_core.checks import full_precision
-from drsa_core.showcases.clever_hans import ProjectedModel
+from drsa_core.refine import ProjectedModel
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.composites import EpsilonPlus

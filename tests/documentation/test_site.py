@@ -22,7 +22,7 @@ PUBLIC = (
     "drsa_core",
     "drsa_core.evaluation",
     "drsa_core.plot",
-    "drsa_core.showcases.clever_hans",
+    "drsa_core.refine",
     "zennit_drsa",
     "captum_drsa",
     "drsa_audit",

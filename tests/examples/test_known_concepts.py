@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from drsa_core.showcases.manipulation import SoftplusActivations
-from drsa_core.showcases.synthetic import PlantedConcepts
 from PIL import Image
+from study.manipulation import SoftplusActivations
+from study.synthetic import PlantedConcepts
 from torch import nn
 
 from ..model_state import model_state

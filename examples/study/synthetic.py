@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import torch
+from drsa_core.checks import as_float, as_float_tensor, as_int, check_finite
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-
-from ..checks import as_float, as_float_tensor, as_int, check_finite
 
 #: Eight shapes of 9 × 9 pixels: bright is 1, dark is −1, background is 0. All have both signs, so that none
 #: can be told by its mean brightness alone. Scenes use the first six unless they are asked for more.

@@ -1,4 +1,4 @@
-"""Figures of showcases 1 and 2: ROC curves, confusion matrices, box plots and scatter of R_k (section 6)."""
+"""Figures of the showcases and of known concepts (section 6, Note J)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from drsa_core.checks import as_float_tensor, as_int, check_finite
+from drsa_core.plot.style import colour_limits, draw_map, number, pooled
 from torch import Tensor
 
-from ..checks import as_int, check_finite
-from ..showcases.detection import RocCurve
-from ..showcases.matching import ClassConceptTable, check_labelled, names_of
+from .clever_hans import RocCurve
+from .matching import ClassConceptTable, check_labelled, names_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -50,7 +52,7 @@ def confusion_matrices(matrices: Mapping[str, Tensor], names: Sequence[str] | No
     Parameters
     ----------
     matrices : mapping from str to tensor of shape (n_classes, n_classes)
-        Counts as from `cleverhans.confusion_matrix`: true classes in rows, predicted ones in columns.
+        Counts as from `clever_hans.confusion_matrix`: true classes in rows, predicted ones in columns.
     names : sequence of str, optional
         Names of the classes. Default: their numbers.
     """
@@ -208,3 +210,136 @@ def _concept_names(names: Sequence[str] | None, n_concepts: int) -> list[str]:
             f"concept_names must be {n_concepts} strings, one for each concept, got {len(names)}"
         )
     return [str(name) for name in names]
+
+
+def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], names: Sequence[str]) -> Figure:
+    """One image: its planted concepts in the first row, and below, for each method, the maps matched to them.
+
+    Each map has its own symmetric scale (red for, blue against the class), the outline of the mask that it
+    should fill, and above it the share of its positive relevance that lies inside.
+
+    Parameters
+    ----------
+    image : tensor, shape (1, H, W)
+    masks : tensor of bool, shape (M, H, W)
+    maps : mapping of str to tensor, shape (M, H, W)
+        For each method the map assigned to each concept, see `synthetic.match_masks`; zeros for a
+        concept to which no map was assigned.
+    names : sequence of str
+        Names of the M concepts.
+    """
+    from matplotlib.figure import Figure
+
+    if image.ndim != 3 or len(image) != 1 or masks.shape[1:] != image.shape[1:] or not maps:
+        raise ValueError(
+            "image must have shape (1, H, W), masks (M, H, W), and there must be maps; "
+            f"got {tuple(image.shape)}, {tuple(masks.shape)} and maps of {list(maps)}"
+        )
+    if len(names) != len(masks):
+        raise ValueError(f"names must be {len(masks)} strings, one for each mask, got {len(names)}")
+    check_finite(image, "image")
+    for method, parts in maps.items():
+        if parts.shape != masks.shape:
+            raise ValueError(
+                f"maps of {method} must have shape {tuple(masks.shape)}, got {tuple(parts.shape)}"
+            )
+        check_finite(parts, f"maps of {method}")
+
+    n_rows, n_columns = 1 + len(maps), 1 + len(masks)
+    figure = Figure(figsize=(1.55 * n_columns, 1.75 * n_rows), layout="constrained")
+    axes = figure.subplots(n_rows, n_columns, squeeze=False)
+    picture = image[0].detach().cpu().float().numpy()
+    for column, axis in enumerate(axes[0]):
+        axis.imshow(picture, cmap="gray")
+        axis.set_title("image" if column == 0 else names[column - 1], fontsize=10)
+        if column:
+            _outline(axis, masks[column - 1], "gold")
+    for row, (method, parts) in zip(axes[1:], maps.items(), strict=True):
+        row[0].text(0.5, 0.5, method, ha="center", va="center", fontsize=11, transform=row[0].transAxes)
+        parts = as_float_tensor(parts, f"maps of {method}").cpu()
+        for axis, part, mask in zip(row[1:], parts, masks.cpu(), strict=True):
+            (limit,) = colour_limits(part[None], "each")
+            axis.imshow(part.numpy(), cmap="seismic", vmin=-limit, vmax=limit)
+            _outline(axis, mask, "black")
+            positive = part.clamp(min=0)
+            total = float(positive.sum())
+            axis.set_title(f"{float(positive[mask].sum()) / total:.2f}" if total > 0 else "none", fontsize=9)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return figure
+
+
+def _outline(axis: Axes, mask: Tensor, colour: str) -> None:
+    """The edge of a mask, along the borders of pixels."""
+    padded = torch.nn.functional.pad(mask.cpu().float(), (1, 1, 1, 1))
+    fine = padded.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    n_rows, n_columns = padded.shape
+    extent = (-1.5, n_columns - 1.5, -1.5, n_rows - 1.5)
+    axis.contour(fine.numpy(), levels=[0.5], colors=[colour], linewidths=1.2, extent=extent)
+
+
+def manipulated_map(
+    images: tuple[Tensor, Tensor, Tensor],
+    target_map: Tensor,
+    original: Tensor,
+    manipulated: Tensor,
+    pool: int = 1,
+) -> Figure:
+    """Original and manipulated image, each with its map, PRCA-1 and the residual; below, what was aimed at.
+
+    Parameters
+    ----------
+    images : tuple of tensors, shape (C, H, W)
+        Original, manipulated and target image, values in [0, 1].
+    target_map : tensor, shape (H, W)
+        Map of the target image that the manipulation aimed at.
+    original, manipulated : tensor, shape (2, H, W)
+        Maps of the first PRCA component and of the residual.
+    pool : int
+        Average over squares of so many pixels.
+    """
+    from matplotlib.figure import Figure
+
+    for maps, name in ((original, "original"), (manipulated, "manipulated")):
+        if maps.shape != (2, *target_map.shape):
+            raise ValueError(
+                f"{name} must have shape (2, H, W) = {(2, *target_map.shape)}, got {tuple(maps.shape)}"
+            )
+        check_finite(maps, name)
+    check_finite(target_map, "target_map")
+    # Half precision as float32: torch has no quantiles of it, and NumPy no bfloat16.
+    original = as_float_tensor(original, "original").cpu()
+    manipulated = as_float_tensor(manipulated, "manipulated").cpu()
+    target_map = as_float_tensor(target_map, "target_map").cpu()
+    if len(images) != 3:
+        raise ValueError(f"images must be three: original, manipulated and target, got {len(images)}")
+    pictures = []
+    for image, name in zip(images, ("original", "manipulated", "target"), strict=True):
+        check_finite(image, f"the {name} image")
+        pictures.append(as_float_tensor(image, f"the {name} image").cpu())
+    pool = as_int(pool, "pool", 1)
+
+    figure = Figure(figsize=(9.2, 7.2), layout="constrained")
+    axes = figure.subplots(3, 4)
+    shown = [[maps.sum(0), maps[0], maps[1]] for maps in (original, manipulated)]
+    parts = [[pooled(part, pool) for part in row] for row in (*shown, [target_map])]
+    # One scale for all: a part can be compared with the whole.
+    limit = colour_limits(torch.stack([part for row in parts for part in row]), "one")[0]
+    titles = ("original", "manipulated", "target image")
+    for row, (image, title) in enumerate(zip(pictures, titles, strict=True)):
+        picture = image.clamp(0, 1).movedim(0, -1).squeeze(-1).numpy()
+        axes[row, 0].imshow(picture, cmap="gray", vmin=0, vmax=1)
+        axes[row, 0].set_title(title)
+        for column, part in enumerate(parts[row], start=1):
+            size = (int(target_map.shape[0]), int(target_map.shape[1]))
+            draw_map(axes[row, column], part, limit, None, size, pool)
+    for row, name in enumerate(("of the original", "of the manipulated")):
+        for column, what in enumerate(("map", "PRCA-1", "residual"), start=1):
+            axes[row, column].set_title(f"{what} {name}" if column == 1 else what)
+    axes[2, 1].set_title("target map")
+    difference = (pictures[1] - pictures[0]).abs().amax(0)
+    axes[2, 2].imshow(difference.numpy(), cmap="gray_r", vmin=0, vmax=max(float(difference.max()), 1e-30))
+    axes[2, 2].set_title(f"|change|, at most {number(float(difference.max()))}")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from drsa_core.plot import known_concepts, manipulated_map
+from study.plots import known_concepts, manipulated_map
 
 
 def test_known_concepts_shows_shares() -> None:

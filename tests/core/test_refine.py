@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from drsa_core import PRCA, ProvenanceWarning, Subspaces
-from drsa_core.showcases.clever_hans import ProjectedModel
+from drsa_core.refine import ProjectedModel
 from torch import Tensor, nn
 from zennit.attribution import Gradient
 from zennit.canonizers import SequentialMergeBatchNorm

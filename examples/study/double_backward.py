@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from drsa_core.lrp.canonical import ModuleEdits
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
-
-from ..lrp.canonical import ModuleEdits
 
 
 class Correlate(torch.autograd.Function):

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from drsa_core.showcases.synthetic import PATTERN_NAMES, PATTERN_SIZE, PlantedConcepts, match_masks, patterns
+from study.synthetic import PATTERN_NAMES, PATTERN_SIZE, PlantedConcepts, match_masks, patterns
 
 
 def generator(seed: int = 0) -> torch.Generator:

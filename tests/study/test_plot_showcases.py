@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from drsa_core.showcases.detection import roc_curve
-from drsa_core.showcases.matching import match_concepts
+from study.clever_hans import roc_curve
+from study.matching import match_concepts
 
 pytest.importorskip("matplotlib")
 
-from drsa_core.plot import confusion_matrices, manipulated_map, relevance_boxes, relevance_scatter, roc_curves
+from study.plots import confusion_matrices, manipulated_map, relevance_boxes, relevance_scatter, roc_curves
 
 LABELS = torch.tensor([0, 1, 2]).repeat(10)
 RELEVANCE = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))

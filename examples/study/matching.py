@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from drsa_core.checks import as_float, as_int, as_int_labels, check_matrix
 from torch import Tensor
-
-from ..checks import as_float, as_int, as_int_labels, check_matrix
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import Subspaces
-from drsa_core.showcases.clever_hans import (
-    RefinedModel,
+from drsa_core.refine import RefinedModel, excess_relevance, mean_relevance
+from study.clever_hans import (
     SpRAy,
     auroc,
     confusion_matrix,
     deep_feature_reweighting,
-    excess_relevance,
-    mean_relevance,
     poison,
     ranks,
     rectified_relevance,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from drsa_core.showcases.manipulation import (
+from study.manipulation import (
     SoftplusActivations,
     is_suspicious,
     manipulate,

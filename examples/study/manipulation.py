@@ -13,11 +13,10 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 import torch
+from drsa_core.checks import as_float, as_float_tensor, as_int, check_finite, unit_rows
+from drsa_core.lrp.canonical import ModuleEdits
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-
-from ..checks import as_float, as_float_tensor, as_int, check_finite, unit_rows
-from ..lrp.canonical import ModuleEdits
 
 #: Images (N, C, H, W) to outputs (N, n_classes) and maps (N, H, W), both with their graph.
 Explain: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from drsa_core.showcases.matching import match_concepts
+from study.matching import match_concepts
 from torch import Tensor
 
 

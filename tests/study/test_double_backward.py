@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drsa_core.showcases.double_backward import constant_weights
+from study.double_backward import constant_weights
 from torch import Tensor, nn
 
 from ..model_state import model_state
