@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "excess_relevance(mean NaN)": (lambda: excess_relevance(torch.zeros(1, 2), NAN), "mean has 1 NaN"),
     "mean_relevance of another K": (
         lambda: RefinedModel(Linear3(), concept_relevance, 0, [1], torch.zeros(5))(torch.rand(2, 4)),
-        "mean_relevance is of 5 concepts, but concept_relevance gave 3",
+        r"mean_relevance has shape \(5,\), but concept_relevance gave 3",
     ),
     "concepts [0.9]": (
         lambda: RefinedModel(Linear3(), concept_relevance, 0, torch.tensor([0.9])),  # type: ignore[arg-type]

@@ -1,14 +1,10 @@
-"""Showcase 1: scores, ROC, SpRAy, refinement, reweighting, poisoning (section 6.1, Note J.1)."""
+"""Showcase 1: scores, ROC, SpRAy, reweighting, poisoning (section 6.1, Note J.1)."""
 
 from __future__ import annotations
-
-import copy
 
 import numpy as np
 import pytest
 import torch
-from drsa_core import Subspaces
-from drsa_core.refine import RefinedModel, excess_relevance, mean_relevance
 from study.clever_hans import (
     SpRAy,
     auroc,
@@ -21,8 +17,6 @@ from study.clever_hans import (
     train_last_layer,
 )
 from torch import Tensor, nn
-
-from tests.model_state import model_state
 
 metrics = pytest.importorskip("sklearn.metrics")
 linear_model = pytest.importorskip("sklearn.linear_model")
@@ -153,196 +147,6 @@ def test_spray_names_bad_input() -> None:
         SpRAy(2).fit(torch.ones(5, 4, 4))
     with pytest.raises(ValueError, match="got 4"):
         SpRAy(2, pool=4, random_state=0).fit(blobs(6, 0)).distances(torch.ones(1, 8, 8))
-
-
-# ---------------------------------------------------------------------- refinement
-
-
-def network() -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 4)
-        ).eval()
-
-
-class GradientTimesInput:
-    """R_k = (U_kᵀa)ᵀ(U_kᵀc) with c = ∂y/∂a at the ReLU, by plain autograd: what an adapter does."""
-
-    def __init__(self, model: nn.Sequential) -> None:
-        self.model = model
-        basis = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))[0]
-        self.subspaces = Subspaces(basis, [2, 2, 2])
-
-    def __call__(self, x: Tensor, target: int) -> Tensor:
-        a = self.model[:3](x).detach().requires_grad_()
-        y = self.model[3:](a)[:, target]
-        (c,) = torch.autograd.grad(y.sum(), a)
-        return self.subspaces.relevance(a, c).sum((2, 3)).detach()
-
-
-def images(n_images: int = 5, seed: int = 2) -> Tensor:
-    return torch.randn(n_images, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
-
-
-def test_refined_output_is_equation_12_with_excess_relevance() -> None:
-    model, x = network(), images()
-    relevance = GradientTimesInput(model)
-    usual = torch.tensor([0.1, -0.2, 0.05])
-    refined = RefinedModel(model, relevance, 2, [0, 2], usual)
-    expected = model(x).detach().clone()
-    for n, values in enumerate(relevance(x, 2).tolist()):
-        for k in (0, 2):
-            expected[n, 2] -= max(0.0, values[k] - float(usual[k]))
-    torch.testing.assert_close(refined(x), expected, rtol=1e-6, atol=1e-6)
-    assert (refined(x)[:, 2] <= model(x)[:, 2]).all()
-    usual += 1  # what the user does with it later is nothing to the model
-    torch.testing.assert_close(refined(x), expected, rtol=1e-6, atol=1e-6)
-    plain = RefinedModel(model, relevance, 2, [0, 1, 2])  # all concepts: all but the bias
-    torch.testing.assert_close(
-        plain(x)[:, 2], model.get_parameter("4.bias")[2].expand(5), rtol=1e-5, atol=1e-5
-    )
-
-
-class InPlace(nn.Module):
-    """A network that normalises its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network()
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.network(x.sub_(0.5))
-        return output
-
-
-def test_models_may_write_into_their_input() -> None:
-    model, x = InPlace(), images()
-    explain = GradientTimesInput(model.network)
-    refined = RefinedModel(model.eval(), lambda x, target: explain(x - 0.5, target), 2, [0])
-    expected = model(x.clone())[:, 2] - explain(x - 0.5, 2)[:, 0]
-    torch.testing.assert_close(refined(x.clone())[:, 2], expected)
-
-
-def test_refined_model_is_a_drop_in() -> None:
-    model, x = network(), images()
-    before, relevance = model_state(model), GradientTimesInput(model)
-    refined = RefinedModel(model, relevance, 1, [0], torch.zeros(3))
-    assert list(refined.state_dict()) == list(model.state_dict())
-    assert [n for n, _ in refined.named_modules()] == [n for n, _ in model.named_modules()]
-    assert refined.get_submodule("2") is model[2]
-    with_gradients = refined(x)
-    with torch.no_grad():
-        without = refined(x)
-    with torch.inference_mode():
-        inferred = refined(x.clone())
-    assert torch.equal(with_gradients, without)
-    assert torch.equal(without, inferred)
-    assert with_gradients.requires_grad
-    assert not without.requires_grad
-    singly = torch.cat([refined(part) for part in x.split(1)])
-    torch.testing.assert_close(singly, without, rtol=1e-5, atol=1e-6)  # batch sizes change sums' order
-    assert model_state(model) == before
-
-    other = network()  # a checkpoint of the original goes in, one of the refined model comes out
-    with torch.no_grad():
-        other.get_parameter("0.weight").mul_(2)
-    assert refined.load_state_dict(other.state_dict()).missing_keys == []
-    assert torch.equal(model.get_parameter("0.weight"), other.get_parameter("0.weight"))
-    stack = nn.Sequential(refined, nn.Softmax(1))
-    assert next(iter(stack.state_dict())) == "0.0.weight"
-    stack.load_state_dict(stack.state_dict())
-    torch.testing.assert_close(stack.double()(x.double()).sum(1), torch.ones(5).double())
-    assert model[0].weight.dtype == torch.float64
-
-
-def test_refined_gradients_are_those_of_the_original() -> None:
-    model, x = network(), images().requires_grad_()
-    refined = RefinedModel(model, GradientTimesInput(model), 1, [0], torch.zeros(3))
-    (expected,) = torch.autograd.grad(model(x).square().sum() * 0 + model(x)[:, 1].sum(), x)
-    (found,) = torch.autograd.grad(refined(x)[:, 1].sum(), x)
-    torch.testing.assert_close(found, expected)
-
-
-def test_refined_modes_copies_and_a_second_class() -> None:
-    model, x = network(), images()
-    refined = RefinedModel(model, GradientTimesInput(model), 1, [0], torch.zeros(3))
-    refined.train()
-    assert model.training
-    assert model[1].training
-    with pytest.raises(ValueError, match="call eval"):
-        refined(x)
-    assert not refined.eval().original.training
-    copied = copy.deepcopy(refined)
-    assert torch.equal(copied(x), refined(x))
-    assert copied.original is not model
-    assert copied.get_submodule("0") is copied.original.get_submodule("0")
-    twice = RefinedModel(refined, GradientTimesInput(model), 3, [1], torch.zeros(3)).eval()
-    once = RefinedModel(model, GradientTimesInput(model), 3, [1], torch.zeros(3))
-    assert torch.equal(twice(x)[:, :3], refined(x)[:, :3])
-    assert torch.equal(twice(x)[:, 3], once(x)[:, 3])
-
-
-def test_both_adapters_feed_the_refined_model() -> None:
-    captum_attr = pytest.importorskip("captum.attr")
-    zennit_attribution = pytest.importorskip("zennit.attribution")
-    from captum_drsa import DisentangledAttribution
-    from zennit_drsa import DisentangledAttributor
-
-    model, x = network(), images()
-    own = GradientTimesInput(model)
-    captum = DisentangledAttribution(captum_attr.InputXGradient(model), "2", own.subspaces)
-    zennit = DisentangledAttributor(zennit_attribution.Gradient(model), "2", own.subspaces)
-    expected = RefinedModel(model, own, 1, [0, 1], torch.zeros(3))(x)
-
-    def by_zennit(x: Tensor, target: int) -> Tensor:
-        return zennit.concept_relevance(x, nn.functional.one_hot(torch.tensor([target] * len(x)), 4).float())
-
-    before = model_state(model)
-    for relevance in (captum.concept_relevance, by_zennit):
-        with torch.no_grad():
-            found = RefinedModel(model, relevance, 1, [0, 1], torch.zeros(3))(x)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert model_state(model) == before
-
-
-def test_mean_and_excess() -> None:
-    model = network()
-    relevance = GradientTimesInput(model)
-    x = images(7)
-    found = mean_relevance(relevance, [x[:4], (x[4:], "labels")], 2, progress=False)
-    torch.testing.assert_close(found, relevance(x, 2).mean(0))
-    excess = excess_relevance(torch.tensor([[1.0, -1.0], [3.0, 0.0]]), torch.tensor([2.0, -2.0]))
-    assert excess.tolist() == [[0.0, 1.0], [1.0, 2.0]]
-    with pytest.raises(ValueError, match="no images"):
-        mean_relevance(relevance, [], 2)
-    with pytest.raises(ValueError, match=r"\(N, K\) and mean \(K,\)"):
-        excess_relevance(torch.zeros(2, 2), torch.zeros(3))
-
-
-def test_refined_model_names_mistakes() -> None:
-    model, x = network(), images()
-    relevance = GradientTimesInput(model)
-    with pytest.raises(TypeError, match="torch module, got str"):
-        RefinedModel("model", relevance, 0, [0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="function of"):
-        RefinedModel(model, None, 0, [0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least one"):
-        RefinedModel(model, relevance, 0, [])
-    with pytest.raises(ValueError, match=r"\(K,\) with K above 2"):
-        RefinedModel(model, relevance, 0, [2], torch.zeros(2))
-    with pytest.raises(ValueError, match="gave 3 concepts, but concepts = \\(3,\\)"):
-        RefinedModel(model, relevance, 0, [3])(x)
-    with pytest.raises(ValueError, match="more than target = 4"):
-        RefinedModel(model, relevance, 4, [0])(x)
-    with pytest.raises(ValueError, match=r"\(5, K\)"):
-        RefinedModel(model, lambda x, target: torch.zeros(3), 0, [0])(x)
-    with pytest.raises(ValueError, match="NaN"):
-        RefinedModel(model, lambda x, target: torch.full((len(x), 1), torch.nan), 0, [0])(x)
-    twice = network()
-    twice.forward = lambda x: (model(x), model(x))  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match=r"must give a tensor \(N, n_outputs\), got tuple"):
-        RefinedModel(twice, relevance, 0, [0])(x)
 
 
 # ---------------------------------------------------------------------- reweighting, poisoning, measures
