@@ -141,8 +141,8 @@ def methods(seed: int) -> dict[str, Method]:
         "DRSA": lambda p: DRSA(4, random_state=seed).fit(p).subspaces_,
         "DRSA, balance 1": lambda p: DRSA(4, random_state=seed, balance=1.0).fit(p).subspaces_,
         "DSA": lambda p: DSA(4, random_state=seed).fit(p).subspaces_,
-        "PRCA 1–4": lambda p: lines(PRCA().fit(p).components_),
-        "PCA 1–4": lambda p: lines(PCA().fit(p).components_),
+        "PRCA 1–4": lambda p: lines(PRCA().fit(p).basis_),
+        "PCA 1–4": lambda p: lines(PCA().fit(p).basis_),
         "random": lambda p: RandomSubspaces(4, random_state=seed).fit(p).subspaces_,
         "DRSA, d = 1 each": lambda p: DRSA(dims=[1] * 4, random_state=seed).fit(p).subspaces_,
         "NMF (CRAFT)": peer(NMF(4, random_state=seed)),
@@ -180,7 +180,7 @@ def true_directions(pairs: Pairs, masks: Tensor) -> Tensor:
     side = round((len(pairs) // len(masks)) ** 0.5)
     inside = nn.functional.adaptive_avg_pool2d(masks.float(), side).flatten(2) > 0.5
     rows = inside.movedim(1, 2).flatten(0, 1)  # (positions of all images, M)
-    found = [PRCA().fit(pairs.a[r], pairs.c[r]).components_[:, 0] for r in rows.T]
+    found = [PRCA().fit(pairs.a[r], pairs.c[r]).basis_[:, 0] for r in rows.T]
     return torch.stack(found, dim=1)
 
 
@@ -203,7 +203,7 @@ def suspects(seed: int) -> dict[str, Fit]:
     return {
         "paper (q = 0.5, K = 4)": lambda p, every, masks: drsa().fit(p),
         "10 starts": lambda p, every, masks: drsa(n_init=10).fit(p),
-        "start from PRCA": lambda p, every, masks: drsa().fit(p, init=dealt_out(PRCA().fit(p).components_)),
+        "start from PRCA": lambda p, every, masks: drsa().fit(p, init=dealt_out(PRCA().fit(p).basis_)),
         "start from the truth": lambda p, every, masks: drsa().fit(
             p, init=dealt_out(true_directions(every, masks))
         ),

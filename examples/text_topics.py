@@ -118,8 +118,8 @@ def methods(seed: int) -> dict[str, Callable[[Pairs], Subspaces]]:
     return {
         "DRSA": lambda p: DRSA(4, random_state=seed).fit(p).subspaces_,
         "DSA": lambda p: DSA(4, random_state=seed).fit(p).subspaces_,
-        "PRCA 1–4": lambda p: lines(PRCA().fit(p).components_),
-        "PCA 1–4": lambda p: lines(PCA().fit(p).components_),
+        "PRCA 1–4": lambda p: lines(PRCA().fit(p).basis_),
+        "PCA 1–4": lambda p: lines(PCA().fit(p).basis_),
         "random": lambda p: RandomSubspaces(4, random_state=seed).fit(p).subspaces_,
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from drsa_core import Pairs, Subspaces
 from drsa_core.evaluation import compare_ablations
-from drsa_core.solvers.agreement import match
+from drsa_core.stability import match
 
 from .backends import Backend, make_backend, repeatable
 from .experiment import Experiment, Record, write_json

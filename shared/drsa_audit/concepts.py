@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from drsa_core import DRSA, DSA, PCA, Pairs, RandomSubspaces, Stability, Subspaces, choose_k, stability
 from drsa_core.evaluation import concept_ablation
-from drsa_core.solvers.estimator import learn_subspaces
-from drsa_core.solvers.repeated import Repeated
-from drsa_core.solvers.stability import FEWEST_IMAGES, number_of_fits
+from drsa_core.prca import learn_subspaces
+from drsa_core.stability import FEWEST_IMAGES, Repeated, number_of_fits
 from torch import Tensor
 
 from .backends import repeatable
@@ -28,7 +27,7 @@ TRIED = range(2, 17)
 OTHERS: dict[str, Callable[[int, int, Pairs], Subspaces]] = {
     "DSA": lambda k, seed, pairs: DSA(k, random_state=seed).fit(pairs).subspaces_,
     # `PCA(k)` is one subspace of k dimensions, and the rest: the k first components are k subspaces.
-    "PCA": lambda k, seed, pairs: Subspaces(PCA().fit(pairs).components_[:, :k], [1] * k),
+    "PCA": lambda k, seed, pairs: Subspaces(PCA().fit(pairs).basis_[:, :k], [1] * k),
     "random": lambda k, seed, pairs: RandomSubspaces(k, random_state=seed).fit(pairs).subspaces_,
 }
 

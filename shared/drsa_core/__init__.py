@@ -1,7 +1,10 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
+from .distributed import RankError, Ranks, joined_ranks
+from .drsa import DRSA, DSA, ConvergenceWarning
 from .explanation import Certificate, Explanation, Losses
 from .fingerprint import model_fingerprint
+from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .layer import (
     RelevanceLossWarning,
     context_from_relevance,
@@ -14,23 +17,9 @@ from .many_classes import ClassIndex, fit_many
 from .pair_shards import PairShards
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
+from .prca import PCA, PRCA, MaxRel, NotFittedError, RandomSubspaces, Solver, learn_subspaces
 from .provenance import Provenance, ProvenanceWarning, check_provenance, describe_target, target_order
-from .ranks import RankError, Ranks, joined_ranks
-from .solvers import (
-    DRSA,
-    DSA,
-    PCA,
-    PRCA,
-    ConvergenceWarning,
-    MaxRel,
-    NotFittedError,
-    RandomSubspaces,
-    concept_vectors,
-    ibd_subspaces,
-    netdissect_subspaces,
-)
-from .solvers.choice import ChoiceOfK, Split, choose_k
-from .solvers.stability import Stability, stability
+from .stability import ChoiceOfK, Lineage, Stability, choose_k, stability
 from .subspaces import Subspaces
 from .token_maps import TokenLayout, TokenMaps
 
@@ -44,6 +33,7 @@ __all__ = [
     "ClassIndex",
     "ConvergenceWarning",
     "Explanation",
+    "Lineage",
     "Losses",
     "MaxRel",
     "NotFittedError",
@@ -57,7 +47,7 @@ __all__ = [
     "RankError",
     "Ranks",
     "RelevanceLossWarning",
-    "Split",
+    "Solver",
     "Stability",
     "Subspaces",
     "TokenLayout",
@@ -73,6 +63,7 @@ __all__ = [
     "fit_many",
     "ibd_subspaces",
     "joined_ranks",
+    "learn_subspaces",
     "lost_relevance",
     "model_fingerprint",
     "netdissect_subspaces",

@@ -19,13 +19,13 @@ import torch
 
 from .atomic_files import remove_leftovers, write_json
 from .collect import labels_of, moved, pairs_at_positions
+from .distributed import Ranks
 from .explainer import Explainer
 from .layer.request import Inputs
 from .numbered_batches import NumberedBatches, batch_digest, check_same_batch, inputs_of
 from .pair_store import PairStore
 from .pairs import Pairs
 from .provenance import Provenance
-from .ranks import Ranks
 from .targets import LABEL
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .checks import as_float_tensor, as_int, as_seed
+from .distributed import ALONE, RankError, Ranks
 from .layer.request import Inputs
 from .numbered_batches import NumberedBatches, inputs_of
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs
 from .provenance import Provenance, describe_target, target_order
-from .ranks import ALONE, RankError, Ranks
 from .targets import LABEL, Target, check_length, targets_of_batch
 
 
@@ -104,7 +104,7 @@ def collect_pairs(
             check_length(target, batches.n_images)
         if not batches.n_images:
             raise ValueError("the loader gave no images; an iterator can be used up only once")
-        ranks.meet("the end of the collection")
+        ranks.barrier("the end of the collection")
         return kept.load(batches.own).with_provenance(provenance)
 
 

@@ -9,14 +9,14 @@ from typing import Any, Self, TypeVar
 from torch import Tensor, nn
 
 from .collect import collect_pairs
+from .distributed import ALONE, Ranks
+from .drsa import DRSA
 from .explanation import Explanation
 from .layer import Inputs, Request, check_fits, sum_over_positions
 from .pair_store import PairStore
 from .pairs import Pairs
+from .prca import Solver, learn_subspaces
 from .provenance import Provenance, TargetDescription, check_provenance, describe_target
-from .ranks import ALONE, Ranks
-from .solvers.drsa import DRSA
-from .solvers.estimator import Solver, learn_subspaces
 from .subspaces import Subspaces
 from .targets import Target
 from .token_maps import find_layout

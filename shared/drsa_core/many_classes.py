@@ -22,13 +22,13 @@ from tqdm.auto import tqdm
 from .atomic_files import remove_leftovers, write_json
 from .checks import as_int
 from .class_pairs import ClassPairs, collect_classes, label_provenance
+from .distributed import Ranks, joined_ranks
+from .drsa import DRSA
 from .explainer import Explainer
 from .file_locks import locked
 from .fingerprint import feed
 from .pair_shards import MEMORY
-from .ranks import Ranks, joined_ranks
-from .solvers.drsa import DRSA
-from .solvers.estimator import Solver, learn_subspaces
+from .prca import Solver, learn_subspaces
 from .subspaces import Subspaces, subspaces_header
 
 _LOCK = ".lock"
@@ -171,8 +171,8 @@ def fit_many(
             n_own = collect_classes(
                 explainer, loader, kept, wanted, positions, random_state, skip_tokens, ranks, progress
             )
-        ranks.meet("the end of the collection")
-        n_batches = sum(ranks.numbers(n_own))
+        ranks.barrier("the end of the collection")
+        n_batches = sum(ranks.all_gather(n_own))
         if kept.numbers() != list(range(n_batches)):
             raise ValueError(
                 f"{folder} holds {len(kept.numbers())} batches, but the loader gives {n_batches}: the job "
@@ -305,7 +305,7 @@ class _Fits:
         found = self._found(failed)
         if self.ranks.is_first:
             found.save()
-        self.ranks.meet("the index")
+        self.ranks.barrier("the index")
         return found
 
     def _found(self, failed: dict[int, str]) -> ClassIndex:

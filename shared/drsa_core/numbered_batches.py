@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 from tqdm.auto import tqdm
 
+from .distributed import ALONE, Ranks
 from .fingerprint import feed
 from .layer.request import Inputs
-from .ranks import ALONE, Ranks
 
 
 class NumberedBatch(NamedTuple):
@@ -86,7 +86,7 @@ class NumberedBatches:
                 "several ranks need a loader with a length, e.g. a DataLoader over a data set that has one, "
                 f"got {type(self.loader).__name__}"
             )
-        lengths = self.ranks.numbers(len(self.loader))
+        lengths = self.ranks.all_gather(len(self.loader))
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"the ranks' loaders have {lengths} batches; give the whole data set to each, without a "

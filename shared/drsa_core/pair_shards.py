@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .checks import as_int, check_pairs
+from .distributed import ALONE, Ranks
 from .pairs import Pairs, common_provenance, pair_file_shape
 from .provenance import Provenance
-from .ranks import ALONE, Ranks
 from .storage import read_rows
 
 #: Bytes that samples in work may take, by default.
@@ -167,7 +167,7 @@ class PairShards:
     ) -> None:
         self._chunks, self.n_features, self.dtype, self.ranks = tuple(chunks), n_features, dtype, ranks
         self.provenance, self.memory, self._blind = provenance, memory, False
-        widths = set(ranks.numbers(n_features))
+        widths = set(ranks.all_gather(n_features))
         if len(widths) > 1:
             raise ValueError(f"all ranks must have the same number of features, got {sorted(widths)}")
 
@@ -189,7 +189,7 @@ class PairShards:
     @cached_property
     def counts(self) -> list[int]:
         """Number of pairs of each rank."""
-        return self.ranks.numbers(self.n_own)
+        return self.ranks.all_gather(self.n_own)
 
     @property
     def in_memory(self) -> bool:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from .atomic_files import remove_leftovers, write_json
+from .distributed import ALONE, Ranks
 from .file_locks import locked
 from .numbered_batches import batch_digest, check_same_batch
 from .pair_shards import MEMORY, PairShards
 from .pairs import Pairs, check_pair_file, pair_file_batch, pair_file_images
 from .provenance import COLLECTION, Provenance
-from .ranks import ALONE, Ranks
 from .targets import LABEL
 
 _BATCH = re.compile(r"(\d{6,})\.safetensors")

@@ -34,8 +34,8 @@ def methods(k: int) -> dict[str, Callable[[Pairs], Subspaces]]:
     return {
         "DRSA": lambda p: DRSA(k, random_state=0).fit(p).subspaces_,
         "DSA": lambda p: DSA(k, random_state=0).fit(p).subspaces_,
-        "PRCA": lambda p: lines(PRCA().fit(p).components_),
-        "PCA": lambda p: lines(PCA().fit(p).components_),
+        "PRCA": lambda p: lines(PRCA().fit(p).basis_),
+        "PCA": lambda p: lines(PCA().fit(p).basis_),
         "random": lambda p: RandomSubspaces(k, random_state=0).fit(p).subspaces_,
     }
 

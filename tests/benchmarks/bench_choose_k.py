@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from drsa_core import DRSA, Pairs, choose_k
-from drsa_core.solvers.resampling import with_shuffled_contexts
+from drsa_core.stability import with_shuffled_contexts
 from safetensors.torch import load_file, save_file
 from study.synthetic import PATTERN_NAMES, PlantedConcepts, Scenes, match_masks
 from torch import Tensor, nn

@@ -31,11 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 from drsa_core import PRCA
+from drsa_core.drsa import block_sizes
+from drsa_core.objective import Objective
+from drsa_core.optimizers import Callback, Result, Search, Solve, gradient_ascent, random_orthogonal
 from drsa_core.pairs import normalise
-from drsa_core.solvers.drsa import block_sizes
-from drsa_core.solvers.objective import Objective
-from drsa_core.solvers.paper_loop import Callback, Result, gradient_ascent
-from drsa_core.solvers.search import Search, Solve, random_orthogonal
 from torch import Tensor
 
 
@@ -207,7 +206,7 @@ def prca(a: Tensor, c: Tensor) -> None:
     times: dict[str, float] = {}
     for name, run in {
         "eigh": lambda: torch.linalg.eigh(matrix),
-        "PRCA": lambda: PRCA().fit(a, c).components_,
+        "PRCA": lambda: PRCA().fit(a, c).basis_,
     }.items():
         run()
         begin = time.perf_counter()

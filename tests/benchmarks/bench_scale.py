@@ -74,10 +74,10 @@ def fit_on_ranks(n_samples: int, n_features: int, solver: Any) -> None:
         del whole
         shards = PairShards(pairs, ranks)
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the fit, not that of making all pairs
-        ranks.meet("the start")
+        ranks.barrier("the start")
         begin = time.perf_counter()
         solver.fit(shards)
-        ranks.meet("the end")
+        ranks.barrier("the end")
         report(seconds=time.perf_counter() - begin, objective=getattr(solver, "objective_", None))
 
 

@@ -21,9 +21,8 @@ import torch
 from captum.attr import InputXGradient, IntegratedGradients
 from drsa_audit import load_network
 from drsa_audit.images import ClassFolder, class_folders
-from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Subspaces
+from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Solver, Subspaces, learn_subspaces
 from drsa_core.evaluation import class_means, patch_flipping, summarise
-from drsa_core.solvers import Solver, learn_subspaces
 from PIL import Image
 from torch import Tensor, nn
 from torchvision import transforms

@@ -10,13 +10,21 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA
+from drsa_core.objective import Objective
+from drsa_core.optimizers import (
+    Climb,
+    Quadratic,
+    climb,
+    finish,
+    leading_samples,
+    quasi_newton,
+    random_orthogonal,
+    reduce_problem,
+    reduce_to_span,
+    reduced_dims,
+    share_out,
+)
 from drsa_core.pairs import normalise
-from drsa_core.solvers.coarse import Climb, climb, finish, leading_samples, reduce_problem, reduced_dims
-from drsa_core.solvers.complement import Quadratic, share_out
-from drsa_core.solvers.objective import Objective
-from drsa_core.solvers.quasi_newton import quasi_newton
-from drsa_core.solvers.search import random_orthogonal
-from drsa_core.solvers.span import reduce_to_span
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,7 +207,7 @@ def test_the_higher_of_two_climbs_is_finished(monkeypatch: pytest.MonkeyPatch) -
         climbs.append(climb(*args))
         return climbs[-1]
 
-    monkeypatch.setattr("drsa_core.solvers.search.climb", watched)
+    monkeypatch.setattr("drsa_core.optimizers.climb", watched)
     a, c = pairs_of(1500, 160)
     for seed in range(3):
         climbs.clear()

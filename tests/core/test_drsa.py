@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA, DSA, ConvergenceWarning
+from drsa_core.drsa import SOLVERS
+from drsa_core.objective import Objective, generalised_mean, rotate_columns
+from drsa_core.optimizers import Preconditioner, Result, corrected, quasi_newton, rotate, turn
 from drsa_core.pairs import normalise
-from drsa_core.solvers.drsa import SOLVERS
-from drsa_core.solvers.objective import Objective, generalised_mean, rotate_columns
-from drsa_core.solvers.paper_loop import Result
-from drsa_core.solvers.quasi_newton import Preconditioner, corrected, quasi_newton, rotate, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import ortho_group
@@ -145,7 +144,7 @@ def test_whole_products_for_many_blocks(dims: tuple[int, ...], monkeypatch) -> N
     objective = Objective(a, c, dims, 0.5)
     at = objective.evaluate(torch.as_tensor(ortho_group.rvs(14, random_state=0)))
     whole = objective.tangent_gradient(at)
-    monkeypatch.setattr("drsa_core.solvers.objective.WHOLE_PRODUCTS", 100)
+    monkeypatch.setattr("drsa_core.objective.WHOLE_PRODUCTS", 100)
     torch.testing.assert_close(whole, objective.tangent_gradient(at), rtol=1e-10, atol=1e-14)
 
 

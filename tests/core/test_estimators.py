@@ -100,7 +100,7 @@ def test_fitted_attributes_before_the_fit(estimator, pairs) -> None:
 def test_scores_of_the_fit_before_the_fit() -> None:
     for model, name in [
         (PRCA(), "eigenvalues_"),
-        (PRCA(), "components_"),
+        (PRCA(), "basis_"),
         (PRCA(), "n_samples_seen_"),
         (MaxRel(), "relevance_"),
         (MaxRel(), "order_"),
@@ -154,7 +154,7 @@ def test_batches_of_a_stream_must_be_of_one_origin(pairs) -> None:
     first, second = slice(0, 30), slice(30, 60)
     stream = PRCA().partial_fit(part(first, PROVENANCE)).partial_fit(part(second, PROVENANCE))
     assert stream.subspaces_.metadata["provenance"] == PROVENANCE.as_dict()
-    torch.testing.assert_close(stream.components_, PRCA().fit(pairs).components_)
+    torch.testing.assert_close(stream.basis_, PRCA().fit(pairs).basis_)
     assert "provenance" not in stream.partial_fit(part(first, None)).subspaces_.metadata
     other = Provenance("zennit", "Gradient", "features.5", 1, 7, "abc", 20, 0)
     stream = PRCA().partial_fit(part(first, PROVENANCE))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from drsa_core.distributed import Ranks
 from drsa_core.numbered_batches import NumberedBatches
-from drsa_core.ranks import Ranks
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, default_collate
 
 

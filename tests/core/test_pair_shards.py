@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drsa_core import DRSA, PCA, PRCA, MaxRel, Pairs, PairShards, PairStore
-from drsa_core.solvers.objective import Objective
-from drsa_core.solvers.samples import HeldSamples, ShardedSamples
+from drsa_core.objective import HeldSamples, Objective, ShardedSamples
 
 from tests.ranks.work import pairs
 
@@ -72,8 +71,7 @@ def test_every_sum_over_samples_is_the_same(both) -> None:
 
 
 def test_curvature_takes_the_same_part_of_the_samples(both, monkeypatch) -> None:
-    for module in ("objective", "sharded"):
-        monkeypatch.setattr(f"drsa_core.solvers.{module}.CURVATURE_SAMPLES", 50)
+    monkeypatch.setattr("drsa_core.objective.CURVATURE_SAMPLES", 50)
     one, many = both
     basis = torch.eye(D, dtype=torch.float64)
     close(many.curvature(many.evaluate(basis)).diagonal, one.curvature(one.evaluate(basis)).diagonal)

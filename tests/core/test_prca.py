@@ -23,9 +23,7 @@ def test_eigenproblem_of_the_paper(pairs) -> None:
     outer = [torch.outer(x, y) + torch.outer(y, x) for x, y in zip(a, c, strict=True)]
     sigma = torch.stack(outer).mean(0)
     prca = PRCA(n_components=3).fit(a, c)
-    torch.testing.assert_close(
-        sigma @ prca.components_, prca.components_ * prca.eigenvalues_, atol=1e-12, rtol=0
-    )
+    torch.testing.assert_close(sigma @ prca.basis_, prca.basis_ * prca.eigenvalues_, atol=1e-12, rtol=0)
     assert (prca.eigenvalues_.diff() <= 0).all()
     assert prca.eigenvalues_[-1] < 0 < prca.eigenvalues_[0]  # indefinite, unlike PCA
     assert (prca.subspaces_.dims, prca.subspaces_.names) == ((3, 9), ("PRCA", "residual"))
@@ -39,10 +37,10 @@ def test_eigenproblem_of_the_paper(pairs) -> None:
 
 def test_signs_are_fixed(pairs) -> None:
     a, c = pairs
-    components = PRCA().fit(a, c).components_
+    components = PRCA().fit(a, c).basis_
     assert (components.gather(0, components.abs().argmax(0, keepdim=True)) > 0).all()
     # Σ is the same for (−a, −c), and so are the eigenvectors with their signs.
-    torch.testing.assert_close(PRCA().fit(-a, -c).components_, components)
+    torch.testing.assert_close(PRCA().fit(-a, -c).basis_, components)
 
 
 def test_reduction_to_uncentred_pca(pairs) -> None:
@@ -52,9 +50,9 @@ def test_reduction_to_uncentred_pca(pairs) -> None:
     prca, pca = PRCA(2).fit(a, a), PCA(2).fit(a)
     torch.testing.assert_close(pca.eigenvalues_, torch.as_tensor(singular**2))
     torch.testing.assert_close(prca.eigenvalues_, 2 * pca.eigenvalues_)
-    overlap = (torch.as_tensor(vectors) @ pca.components_).abs()
+    overlap = (torch.as_tensor(vectors) @ pca.basis_).abs()
     torch.testing.assert_close(overlap, torch.eye(12, dtype=torch.float64), atol=1e-9, rtol=0)
-    assert torch.equal(prca.components_, pca.components_)
+    assert torch.equal(prca.basis_, pca.basis_)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -64,18 +62,18 @@ def test_a_stream_equals_one_batch(pairs, dtype: torch.dtype) -> None:
     for start, stop in [(0, 1), (1, 200), (200, 300)]:
         stream.partial_fit(a[start:stop], c[start:stop])
     assert stream.n_samples_seen_ == 300
-    assert stream.components_.dtype == dtype
+    assert stream.basis_.dtype == dtype
     # Sums are in float64, so the order of addition is not seen in either precision.
     torch.testing.assert_close(stream.eigenvalues_, whole.eigenvalues_, rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(stream.components_, whole.components_, rtol=0, atol=1e-6)
+    torch.testing.assert_close(stream.basis_, whole.basis_, rtol=0, atol=1e-6)
     assert stream.fit(a[:10], c[:10]).n_samples_seen_ == 10  # fit starts anew
 
 
 def test_numpy_and_half_precision_are_welcome(pairs) -> None:
     a, c = pairs
     from_numpy = PRCA().fit(a.numpy(), c.numpy())
-    assert torch.equal(from_numpy.components_, PRCA().fit(a, c).components_)
-    assert PRCA().fit(a.half(), c.half()).components_.dtype == torch.float32
+    assert torch.equal(from_numpy.basis_, PRCA().fit(a, c).basis_)
+    assert PRCA().fit(a.half(), c.half()).basis_.dtype == torch.float32
 
 
 def test_all_components(pairs) -> None:
@@ -110,7 +108,7 @@ def test_golden() -> None:
     for model, name in [(PRCA().fit(a, c), "prca"), (PCA().fit(a), "pca")]:
         np.testing.assert_allclose(model.eigenvalues_.numpy(), arrays[f"{name}_eigvals"], rtol=1e-9)
         # Stored in float32; eigenvectors agree up to sign.
-        overlap = np.abs((model.components_.numpy() * arrays[f"{name}_eigvecs"]).sum(0))
+        overlap = np.abs((model.basis_.numpy() * arrays[f"{name}_eigvecs"]).sum(0))
         np.testing.assert_allclose(overlap, 1, atol=1e-6)
     maxrel = MaxRel().fit(a, c)
     np.testing.assert_allclose(maxrel.relevance_.numpy(), arrays["maxrel_score"], rtol=1e-5)

@@ -22,8 +22,8 @@ from drsa_core import (
 )
 from drsa_core.checks import times_power_of_two, unit_rows, unit_scale, unscaled
 from drsa_core.evaluation import select_prototypes
+from drsa_core.objective import generalised_mean
 from drsa_core.pairs import balanced, normalise
-from drsa_core.solvers.objective import generalised_mean
 
 ESTIMATORS = [
     PRCA(2),
@@ -126,7 +126,7 @@ def test_batches_of_a_stream_may_differ_in_scale(dtype: torch.dtype) -> None:
     for rows in (order[0], order[2], order[1]):  # up and down
         stream.partial_fit(a[rows], c[rows])
     torch.testing.assert_close(stream.eigenvalues_, whole.eigenvalues_, rtol=1e-9, atol=0)
-    torch.testing.assert_close(stream.components_, whole.components_, rtol=0, atol=1e-6)
+    torch.testing.assert_close(stream.basis_, whole.basis_, rtol=0, atol=1e-6)
 
 
 def test_an_empty_context_in_a_stream_hides_nothing() -> None:
@@ -137,7 +137,7 @@ def test_an_empty_context_in_a_stream_hides_nothing() -> None:
     assert stream.n_samples_seen_ == 900
     torch.testing.assert_close(stream.eigenvalues_ * 3, whole.eigenvalues_, rtol=1e-12, atol=0)
     # Streams of float32 and float64 end in the wider one, whichever comes last.
-    assert PRCA().partial_fit(a.double(), c.double()).partial_fit(a, c).components_.dtype == torch.float64
+    assert PRCA().partial_fit(a.double(), c.double()).partial_fit(a, c).basis_.dtype == torch.float64
 
 
 def test_subspaces_from_labels_do_not_depend_on_the_scale() -> None:

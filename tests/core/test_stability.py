@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA, DSA, PRCA, ChoiceOfK, Pairs, choose_k, stability
+from drsa_core.objective import Objective
 from drsa_core.plot import choice_of_k
-from drsa_core.solvers.agreement import correlations, match
-from drsa_core.solvers.objective import Objective
-from drsa_core.solvers.repeated import Small
-from drsa_core.solvers.resampling import bootstrap, rows_by_image, shuffled_contexts, with_shuffled_contexts
-from drsa_core.solvers.stability import OVERLAP, centrotype
+from drsa_core.stability import (
+    OVERLAP,
+    Small,
+    bootstrap,
+    centrotype,
+    correlations,
+    match,
+    rows_by_image,
+    shuffled_contexts,
+    with_shuffled_contexts,
+)
 
 
 def planted(n_concepts: int = 3, n_images: int = 30, seed: int = 0) -> Pairs:

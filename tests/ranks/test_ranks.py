@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drsa_core import DRSA, ClassIndex, Pairs, PairStore, Subspaces, fit_many
-from drsa_core.ranks import Ranks
+from drsa_core.distributed import Ranks
 
 from tests.core.test_storage import environment
 
@@ -116,11 +116,11 @@ import sys, time
 from datetime import timedelta
 from drsa_core import joined_ranks
 with joined_ranks(timedelta(seconds=30)) as ranks:
-    ranks.meet("the start")
+    ranks.barrier("the start")
     print("ready", flush=True)
     if ranks.rank == 1:
         time.sleep(60)
-    ranks.meet("the end")
+    ranks.barrier("the end")
 """
 
 
@@ -142,12 +142,12 @@ from datetime import timedelta
 import torch
 from drsa_core import joined_ranks
 with joined_ranks(timedelta(seconds=120)) as ranks:
-    ranks.meet("the start")  # the import may take a while
+    ranks.barrier("the start")  # the import may take a while
     with joined_ranks(timedelta(seconds=4)) as impatient:
         if ranks.rank == 1:
             time.sleep(600)
         if sys.argv[1] == "meet":
-            impatient.meet("the end")
+            impatient.barrier("the end")
         impatient.sum(torch.ones(2))
 """
 

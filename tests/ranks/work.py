@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from drsa_core import DRSA, DSA, PRCA, Pairs, PairShards, PairStore, fit_many, joined_ranks
+from drsa_core.distributed import Ranks
 from drsa_core.explainer import Explainer
 from drsa_core.layer import Inputs, Request
-from drsa_core.ranks import Ranks
 from drsa_core.targets import Target
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

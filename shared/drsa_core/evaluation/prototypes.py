@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..checks import Seed, as_float, as_float_tensor, as_int, as_seed, check_finite, unit_scale, unscaled
+from ..objective import generalised_mean
 from ..pairs import Pairs
-from ..solvers.objective import generalised_mean
 from ..subspaces import Subspaces
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..checks import check_finite
-from ..side_by_side import side_by_side
+from ..distributed import parallel_map
 from .filling import Filled, Filler, Jobs
 from .folding import fold_batch_norms
 from .fusing import fuse_activations
@@ -83,7 +83,7 @@ class Run:
             n = len(jobs) if paces.found else size * torch.get_num_threads()
             now, jobs = jobs[:n], jobs[n:]
             begin = time.perf_counter()
-            side_by_side(fill_and_run, [now[first : first + size] for first in range(0, len(now), size)])
+            parallel_map(fill_and_run, [now[first : first + size] for first in range(0, len(now), size)])
             paces.note((time.perf_counter() - begin) / len(now))
 
     def _batch(self, batch: Jobs, images: Tensor) -> float:

@@ -9,8 +9,7 @@ import torch
 
 from ..checks import as_float_tensor
 from ..evaluation.ablation import ConceptAblation
-from ..solvers.choice import ChoiceOfK
-from ..solvers.stability import OVERLAP
+from ..stability import OVERLAP, ChoiceOfK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,8 +29,8 @@ from ..checks import (
     unit_rows,
     unit_scale,
 )
+from ..prca import Activations, Estimator, with_provenance
 from ..subspaces import Subspaces
-from .estimator import Activations, Estimator, with_provenance
 
 
 def orthonormalised(directions: Tensor) -> Tensor:

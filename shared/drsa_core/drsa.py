@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from torch import Tensor
 
-from ..checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision
-from ..subspaces import Subspaces
-from .estimator import Activations, Estimator, with_provenance
-from .paper_loop import Result, gradient_ascent
-from .quasi_newton import quasi_newton
-from .samples import Samples
-from .search import Search, Solve
+from .checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision
+from .objective import Samples
+from .optimizers import Result, Search, Solve, gradient_ascent, quasi_newton
+from .prca import Activations, Estimator, block_sizes, with_provenance
+from .subspaces import Subspaces
 
 COARSE_TO_FINE = "coarse-to-fine"
 #: Solvers by name, with their default max_iter and tol; the paper's loop never stops early.
@@ -29,24 +27,6 @@ SOLVERS: dict[str, tuple[Solve, int, float]] = {
 
 class ConvergenceWarning(UserWarning):
     """The iteration budget ended before the solver's stopping criterion was met."""
-
-
-def block_sizes(n_features: int, n_subspaces: int, dims: Sequence[int] | None) -> tuple[int, ...]:
-    """Sizes of K blocks in D dimensions: `dims` if given, else D/K, the first ones one larger if need be."""
-    if dims is not None:
-        if isinstance(dims, str) or not isinstance(dims, Iterable):
-            raise ValueError(f"dims must be a sequence of block sizes, one for each subspace, got {dims!r}")
-        sizes = tuple(as_int(d, "every entry of dims", 1) for d in dims)
-        if not sizes or sum(sizes) > n_features:
-            raise ValueError(
-                f"dims must add up to at most D = {n_features}, got {sizes} with sum {sum(sizes)}"
-            )
-        return sizes
-    n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
-    if n_subspaces > n_features:
-        raise ValueError(f"n_subspaces must be at most D = {n_features}, got {n_subspaces}")
-    small, larger = divmod(n_features, n_subspaces)
-    return (small + 1,) * larger + (small,) * (n_subspaces - larger)
 
 
 class DRSA(Estimator):
@@ -233,3 +213,9 @@ def _check_start(init: ArrayLike, n_features: int) -> Tensor:
             f"init must have shape (D, D) = ({n_features}, {n_features}), got {tuple(start.shape)}"
         )
     return Subspaces(start, [n_features]).basis  # complains if it is not orthogonal
+
+
+class DSA(DRSA):
+    """Disentangled subspace analysis: DRSA with c = a, blind to the model. Contexts are ignored."""
+
+    _ignores_contexts = True

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import DRSA
-from drsa_core.side_by_side import side_by_side
+from drsa_core.distributed import parallel_map
 
 
 def test_results_come_in_order_from_two_threads_with_one_thread_each(two_threads: None) -> None:
@@ -19,7 +19,7 @@ def test_results_come_in_order_from_two_threads_with_one_thread_each(two_threads
         both.wait(timeout=30)
         return number, torch.get_num_threads(), threading.current_thread().name
 
-    found = side_by_side(run, range(6))
+    found = parallel_map(run, range(6))
     assert [number for number, _, _ in found] == list(range(6))
     assert {n_threads for _, n_threads, _ in found} == {1}
     assert len({name for _, _, name in found}) == 2
@@ -30,7 +30,7 @@ def test_results_come_in_order_from_two_threads_with_one_thread_each(two_threads
 def test_modes_are_those_of_the_caller(two_threads: None, mode: Any) -> None:
     with mode():
         here = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        there = side_by_side(lambda _: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(3))
+        there = parallel_map(lambda _: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(3))
     assert there == [here] * 3
 
 
@@ -46,7 +46,7 @@ def test_an_error_ends_it_and_leaves_the_threads(two_threads: None, kind: type[B
         return number
 
     with pytest.raises(kind, match="here"):
-        side_by_side(run, range(1000))
+        parallel_map(run, range(1000))
     assert len(begun) < 1000
     assert torch.get_num_threads() == 2
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,7 +75,7 @@ class Ranks:
         """Rows of all ranks, one rank after the other; their numbers may differ."""
         if self.size == 1:
             return tensor
-        counts = self.numbers(len(tensor))
+        counts = self.all_gather(len(tensor))
         padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
         padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in counts]
@@ -81,7 +83,7 @@ class Ranks:
             dist.all_gather(parts, padded, group=self._group(tensor))
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def numbers(self, number: int) -> list[int]:
+    def all_gather(self, number: int) -> list[int]:
         """The number that each rank gives, in order."""
         if self.size == 1:
             return [number]
@@ -94,7 +96,7 @@ class Ranks:
     def messages(self, message: Any) -> list[Any]:
         """What each rank says, in order; anything that JSON can hold."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        counts = self.numbers(len(data))
+        counts = self.all_gather(len(data))
         everything = bytes(self.rows(data).tolist())
         ends = torch.tensor(counts).cumsum(0).tolist()
         return [json.loads(everything[end - n : end]) for end, n in zip(ends, counts, strict=True)]
@@ -103,7 +105,7 @@ class Ranks:
         """What the first rank says; the message of all others is dropped."""
         return self.messages(message if self.is_first else None)[0] if self.size > 1 else message
 
-    def meet(self, where: str) -> None:
+    def barrier(self, where: str) -> None:
         """Wait until all ranks are here.
 
         Raises
@@ -204,3 +206,38 @@ def _own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
+
+def parallel_map(function: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+    """What the function gives for each item, in their order.
+
+    `function` must only change what belongs to its item. The first error is raised once those that are under
+    way have ended; the others are not begun. Inference mode and recording of gradients are as in the thread
+    that calls. Afterwards torch has as many threads as before.
+    """
+    n_threads = torch.get_num_threads()
+    at_once = min(n_threads, len(items))
+    # The number holds for the thread that sets it, and for threads that begin later.
+    share = partial(torch.set_num_threads, n_threads // at_once)
+    # A thread begins with torch's usual modes, where what was made in inference mode cannot be written to.
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def as_here(item: Item) -> Outcome:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return function(item)
+
+    pool = ThreadPoolExecutor(at_once, initializer=share)
+    try:
+        return list(pool.map(as_here, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(n_threads)
+
+
+def one_by_one(function: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+    """The same, one after the other, each with all threads."""
+    return [function(item) for item in items]

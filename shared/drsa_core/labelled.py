@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checks import (
+from .checks import (
     ArrayLike,
     as_float,
     as_int,
@@ -25,8 +25,8 @@ from ..checks import (
     unit_rows,
     unit_scale,
 )
-from ..subspaces import RESIDUAL, Subspaces
-from .estimator import Activations, unpack_pairs, with_provenance
+from .prca import Activations, unpack_pairs, with_provenance
+from .subspaces import RESIDUAL, Subspaces
 
 
 def netdissect_subspaces(
