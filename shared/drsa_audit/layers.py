@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from drsa_core.layer import guarded
+from drsa_core.model_state import restored
 from torch import Tensor, nn
 
 #: Layers that are tried for paths around them; each costs a forward pass of one example, and a backward pass
@@ -100,7 +100,8 @@ def inspect_layers(model: nn.Module, example: Tensor, taken: str | None = None) 
         Name of the layer that is taken in any case, the network's own, say. It then is the suggestion; to
         look for one takes a few forward and backward passes.
     """
-    found = guarded(model, lambda: _shapes(model, example))
+    with restored(model):
+        found = _shapes(model, example)
     if taken:
         return [replace(info, is_suggested=info.name == taken) for info in found]
     tried: dict[str, bool] = {}
@@ -188,7 +189,8 @@ def tell_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
         finally:
             handle.remove()
 
-    guarded(model, run)
+    with restored(model):
+        run()
     if len(found) != 1 or len(found[0]) != 3:
         return info
     grows = tuple(after > before for after, before in zip(found[0], info.shape, strict=True))
@@ -245,7 +247,8 @@ def is_cut(model: nn.Module, name: str, example: Tensor) -> bool:
             (gradient,) = torch.autograd.grad(output.sum(), x, allow_unused=True)
         return gradient is None
 
-    return guarded(model, has_no_path)
+    with restored(model):
+        return has_no_path()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
-from .explanation import Certificate, Explanation, Losses
+from .explainer import Certificate, Explainer, Explanation, Losses
 from .fingerprint import model_fingerprint
 from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .layer import (
@@ -32,6 +32,7 @@ __all__ = [
     "ChoiceOfK",
     "ClassIndex",
     "ConvergenceWarning",
+    "Explainer",
     "Explanation",
     "Lineage",
     "Losses",

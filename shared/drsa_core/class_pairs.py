@@ -21,7 +21,7 @@ from .atomic_files import remove_leftovers, write_json
 from .collect import labels_of, moved, pairs_at_positions
 from .distributed import Ranks
 from .explainer import Explainer
-from .layer.request import Inputs
+from .layer import Inputs
 from .numbered_batches import NumberedBatches, batch_digest, check_same_batch, inputs_of
 from .pair_store import PairStore
 from .pairs import Pairs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checks import as_float_tensor, as_int, as_seed
 from .distributed import ALONE, RankError, Ranks
-from .layer.request import Inputs
+from .layer import Inputs
 from .numbered_batches import NumberedBatches, inputs_of
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, sample_pairs

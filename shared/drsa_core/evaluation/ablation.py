@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..checks import ArrayLike, as_float_tensor, as_int, check_finite
 from ..explainer import Explainer, single_input
-from ..layer import Inputs, UpperNetwork, check_fits, guarded, sum_over_positions
+from ..contexts import UpperNetwork
+from ..layer import Inputs, check_fits, sum_over_positions
+from ..model_state import restored
 from ..subspaces import Subspaces
 from ..targets import Target, check_length, targets_of_batch
 
@@ -77,8 +79,7 @@ def concept_ablation(
     x, batch_size = single_input(inputs), as_int(batch_size, "batch_size", 1)
     if subspaces is None:
         subspaces = explainer._fitted()
-        count = explainer._request(x[:1], None).n_outputs
-        explainer._check_use(target, 3, lambda: guarded(explainer._known_model(), count))
+        explainer._check_use(target, x[:1])
     concepts = subspaces
     usual = None if reference is None else as_float_tensor(reference, "reference")
     if usual is not None:
@@ -145,7 +146,8 @@ def compare_ablations(
                 of_method.append(sum_over_positions(method.relevance(activation, context, dim), dim).detach())
             scores.append(_scores_without(explainer, image, target, activation, subspaces))
 
-    explainer._in_context(ablate)
+    with explainer._session():
+        ablate()
     check_finite(torch.stack(scores), "the scores without a concept")
     y = torch.stack([rows[0] for rows in scores])
     results, first = [], 1
@@ -163,12 +165,9 @@ def _scores_without(
     request, a, dim = explainer._request(image, target), activation.detach(), explainer.channel_dim
     cut = [a - method.project(a, k, dim) for method in subspaces for k in range(method.n_subspaces)]
 
-    def run() -> Tensor:
-        with torch.no_grad():
-            upper = UpperNetwork(request, a, request.select(request.run(lambda a: a)))
-            return upper(torch.cat([a, *cut]))
-
-    return guarded(explainer._known_model(), run)
+    with restored(explainer._known_model()), torch.no_grad():
+        upper = UpperNetwork(request, a, explainer.scores_with(image, target, lambda a: a))
+        return upper(torch.cat([a, *cut]))
 
 
 def _ablate(
@@ -179,7 +178,6 @@ def _ablate(
     dim = explainer.channel_dim
     check_fits(activation, subspaces.n_features, explainer.layer_name, dim)
     relevance = sum_over_positions(subspaces.relevance(activation, context, dim), dim)
-    request = explainer._request(x, target)
 
     def without(k: int) -> Callable[[Tensor], Tensor]:
         def cut(a: Tensor) -> Tensor:
@@ -192,14 +190,9 @@ def _ablate(
 
         return cut
 
-    def scores() -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            whole = request.select(request.run(lambda a: a))
-            drops = [whole - request.select(request.run(without(k))) for k in range(subspaces.n_subspaces)]
-        return whole, torch.stack(drops, dim=1)
-
-    score, drop = guarded(explainer._known_model(), scores)
-    return relevance.detach(), drop, score
+    score = explainer.scores_with(x, target, lambda a: a)
+    drops = [score - explainer.scores_with(x, target, without(k)) for k in range(subspaces.n_subspaces)]
+    return relevance.detach(), torch.stack(drops, dim=1), score
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
