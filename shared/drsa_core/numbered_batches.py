@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from .distributed import ALONE, Ranks
 from .fingerprint import feed
-from .layer.request import Inputs
+from .layer import Inputs
 
 
 class NumberedBatch(NamedTuple):

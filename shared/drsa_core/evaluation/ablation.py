@@ -100,7 +100,8 @@ def concept_ablation(
         return parts
 
     # In the explainer's context, so that concepts are taken out of the activation that they were learned on.
-    parts = explainer._in_context(ablated)
+    with explainer._session():
+        parts = ablated()
     relevance, drop, score = (torch.cat(part) for part in zip(*parts, strict=True))
     for value, name in (
         (relevance, "the relevance of the concepts"),
