@@ -51,9 +51,9 @@ class IntegratedGradientsContext:
     Notes
     -----
     By default 7, 15, 31, … points are taken, up to 511, until a ⊙ c changes by less than 1 % of its Euclidean
-    norm. Neither the relevance of a concept nor a map can then hide an error that cancels in the total. The rule
-    is Fejér's second, whose points hold those of the rule before, so that none is run twice: the cost is that of
-    the last number of points. Beyond 511 there is a warning.
+    norm. Neither the relevance of a concept nor a map can then hide an error that cancels in the total. The
+    rule is Fejér's second, whose points hold those of the rule before, so that none is run twice: the cost
+    is that of the last number of points. Beyond 511 there is a warning.
     """
 
     n_steps: int | None = None
@@ -78,7 +78,8 @@ class IntegratedGradientsContext:
         context = contexts_by_example(request, activation, score, integrate)
         if max(errors) > (TOLERANCE if self.n_steps is None else 0.1):
             warnings.warn(
-                f"the path integral above layer {request.layer_name!r} is off by {max(errors):.0%}; take more steps, "
+                f"the path integral above layer {request.layer_name!r} is off by {max(errors):.0%}; take "
+                "more steps, "
                 f"context_method=IntegratedGradientsContext(n_steps={4 * (self.n_steps or 2**9)})",
                 stacklevel=2,
             )
@@ -190,9 +191,10 @@ class UpperNetwork:
                 scores = self(rows)
                 if not torch.allclose(scores[:2], score.expand(2), rtol=tolerance, atol=1e-2 * tolerance):
                     warnings.warn(
-                        "the model gives an example another score in its batch than among copies of itself: it mixes "
-                        f"examples, or draws random numbers. Contexts at layer {request.layer_name!r} are those of "
-                        "the example by itself; explain one example at a time",
+                        "the model gives an example another score in its batch than among copies of itself: "
+                        "it mixes "
+                        f"examples, or draws random numbers. Contexts at layer {request.layer_name!r} are "
+                        "those of the example by itself; explain one example at a time",
                         stacklevel=2,
                     )
         self.score_at_zero = scores[2:]
@@ -229,8 +231,8 @@ def gauss_legendre(n_points: int) -> tuple[Array, Array]:
 def fejer(n_points: int) -> tuple[Array, Array]:
     """Points and weights (n,) of Fejér's second rule, exact for polynomials of degree n − 1.
 
-    Its points (1 + cos(jπ/(n + 1))) / 2 hold those of (n − 1)/2 points at every second place. There is none at
-    the ends, where a network without biases has a kink.
+    Its points (1 + cos(jπ/(n + 1))) / 2 hold those of (n − 1)/2 points at every second place. There is none
+    at the ends, where a network without biases has a kink.
     """
     angles = np.pi * np.arange(1, n_points + 1) / (n_points + 1)
     odd = 2 * np.arange(1, (n_points + 1) // 2 + 1) - 1

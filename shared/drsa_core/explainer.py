@@ -28,8 +28,8 @@ from .token_maps import TokenLayout, TokenMaps, arrange, find_layout
 class Explainer(ABC):
     """What `zennit_drsa.DisentangledAttributor` and `captum_drsa.DisentangledAttribution` have in common.
 
-    `target` is an int, one int for each example (a list, a tensor or an array), or a function from the model's
-    output (N, …) to the scores (N,).
+    `target` is an int, one int for each example (a list, a tensor or an array), or a function from the
+    model's output (N, …) to the scores (N,).
 
     Attributes
     ----------
@@ -233,8 +233,8 @@ def as_subspaces(subspaces: object) -> Subspaces | None:
     if subspaces is None or isinstance(subspaces, Subspaces):
         return subspaces
     raise TypeError(
-        f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}; use Subspaces(basis, dims), "
-        "Subspaces.load(path), or the subspaces_ of a fitted solver"
+        f"subspaces must be a drsa_core.Subspaces, got {type(subspaces).__name__}; use Subspaces(basis, "
+        "dims), Subspaces.load(path), or the subspaces_ of a fitted solver"
     )
 
 
@@ -245,7 +245,8 @@ def single_input(inputs: Inputs) -> Tensor:
     if isinstance(inputs, tuple) and len(inputs) == 1:
         return inputs[0]
     raise TypeError(
-        f"this takes one input tensor (N, …), got {type(inputs).__name__}; captum_drsa's `attribute` takes several"
+        f"this takes one input tensor (N, …), got {type(inputs).__name__}; captum_drsa's `attribute` takes "
+        "several"
     )
 
 
@@ -403,19 +404,21 @@ class Certificate:
         Largest difference between Σ_k maps and the whole map in a pixel, over the largest value of the whole.
     maps_to_layer : float or None
         Largest difference between Σ_p R_pk and R_k at the layer, over the largest R_k: what is absorbed by
-        biases, stabilisers, position embeddings and learned tokens below the layer, or missed by a path integral.
+        biases, stabilisers, position embeddings and learned tokens below the layer, or missed by a path
+        integral.
     layer_to_score : float or None
-        Difference between Σ_k R_k and the score, over the score: what is absorbed by biases and stabilisers above
-        the layer, and what goes around it.
+        Difference between Σ_k R_k and the score, over the score: what is absorbed by biases and stabilisers
+        above the layer, and what goes around it.
     share_of_score : float or None
-        Sum of all maps over the score, the one farthest from 1. None where the evidence cancels in all scores.
+        Sum of all maps over the score, the one farthest from 1. None where the evidence cancels in all
+        scores.
     on_zero_activations, around_the_layer : float or None
         As in `Losses`.
     absorbed : dict or None
         Share of the score that does not reach the input, by what absorbs it.
     unaccounted : float or None
-        What is left of the score without the sum of the whole map and what is absorbed, over the score: relevance
-        that got lost where no rule explains it.
+        What is left of the score without the sum of the whole map and what is absorbed, over the score:
+        relevance that got lost where no rule explains it.
     """
 
     is_complete: bool

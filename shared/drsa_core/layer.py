@@ -1,4 +1,4 @@
-"""The layer at which concepts are found: naming it, cutting the forward pass there, the virtual layer, losses."""
+"""The layer at which concepts are found: its name, the forward pass cut there, the virtual layer, losses."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module
             if module is layer:
                 return name, module
         raise ValueError(
-            f"the layer {type(layer).__name__} is not a module of this {type(model).__name__}; take it from the "
-            "model that is explained, or give its dotted name"
+            f"the layer {type(layer).__name__} is not a module of this {type(model).__name__}; take it from "
+            "the model that is explained, or give its dotted name"
         )
     if not isinstance(layer, str):
         raise TypeError(f"layer must be a module or its dotted name, got {type(layer).__name__}")
@@ -96,8 +96,8 @@ class Request:
     channel_dim : int
         Axis of the features in the activation.
     args : tuple
-        Additional forward arguments. As in Captum, tensors with N rows hold one row for each example; anything
-        else is the same for all.
+        Additional forward arguments. As in Captum, tensors with N rows hold one row for each example;
+        anything else is the same for all.
     """
 
     forward: Forward
@@ -117,7 +117,7 @@ class Request:
         return tuple(isinstance(v, Tensor) and v.ndim > 0 and len(v) == len(self) for v in self.args)
 
     def mapped(self, change: Callable[[Tensor], Tensor], target: Target) -> Request:
-        """The request with `change` applied to everything that has one row for each example."""
+        """The request with `change` applied to what has one row for each example."""
         args = tuple(change(v) if rows else v for v, rows in zip(self.args, self.has_rows, strict=True))
         return replace(self, inputs=tuple(map(change, self.inputs)), args=args, target=target)
 
@@ -142,8 +142,8 @@ class Request:
             n_runs += in_forward
             if n_runs > 1:
                 raise ValueError(
-                    f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no single "
-                    "activation; choose a layer that runs once (e.g. the block around it)"
+                    f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
+                    "single activation; choose a layer that runs once (e.g. the block around it)"
                 )
             return cut(self._checked(output, len(self)))
 
@@ -195,8 +195,8 @@ def _hooked(layer: nn.Module, hook: Callable[[nn.Module, object, object], Any], 
 
 def _not_reached(name: str) -> str:
     return (
-        f"layer {name!r} was not run in the forward pass: it is no part of this model, or the model skips it for "
-        "these inputs; choose a layer that is called as a module"
+        f"layer {name!r} was not run in the forward pass: it is no part of this model, or the model skips it "
+        "for these inputs; choose a layer that is called as a module"
     )
 
 

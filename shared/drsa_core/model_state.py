@@ -1,8 +1,8 @@
 """`restored(model)`: the user's model comes back after success, an exception and Ctrl-C.
 
-Explaining exchanges what modules hold (parameters, children, hooks, `forward`) and never writes into a tensor,
-so that references are enough to put everything back. What the model itself writes in its `forward`, such as a
-counter or a cache, stays.
+Explaining exchanges what modules hold (parameters, children, hooks, `forward`) and never writes into a
+tensor, so that references are enough to put everything back. What the model itself writes in its `forward`,
+such as a counter or a cache, stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _HOOKS = tuple(
     name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict)
 )
-# Rules and canonizers replace these attributes of a module, and hide parameters behind attributes of their names.
+# Rules and canonizers replace these attributes of a module, and hide parameters behind attributes of their
+# names.
 _ATTRIBUTES = ("forward", "eps", "_is_full_backward_hook", "_compiled_call_impl")
 _MISSING = object()
 # One lock per model. On the model it would be copied and saved with it.
@@ -39,11 +40,11 @@ def held_back(function: _F) -> _F:
     return function
 
 
-class restored:  # noqa: N801  # used like a function, as contextlib.suppress
+class restored:
     """Context in which a model may be changed; afterwards it is as before.
 
-    One thread at a time may change a model; another one waits on entering. Ctrl-C is held back on the way in and
-    out, and delivered afterwards. Compiled parts run eagerly, as hooks need it.
+    One thread at a time may change a model; another one waits on entering. Ctrl-C is held back on the way in
+    and out, and delivered afterwards. Compiled parts run eagerly, as hooks need it.
 
     Parameters
     ----------

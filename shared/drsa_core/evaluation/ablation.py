@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..checks import ArrayLike, as_float_tensor, as_int, check_finite
-from ..explainer import Explainer, single_input
 from ..contexts import UpperNetwork
+from ..explainer import Explainer, single_input
 from ..layer import Inputs, check_fits, sum_over_positions
 from ..model_state import restored
 from ..subspaces import Subspaces
