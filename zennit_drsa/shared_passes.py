@@ -33,8 +33,23 @@ from ._zennit import (
     replaced_method,
     replaces_gradient,
 )
+from .rules import ForwardRule
 
-__all__ = ["NONLINEAR_RULES", "shared_forwards", "skipped_gradients"]
+
+def has_nonlinear_rules(hooks: Iterable[Hook]) -> bool:
+    """Whether there are rules that let pass parts by the signs of the whole."""
+    return any(isinstance(hook, NONLINEAR_RULES) for hook in hooks)
+
+
+def check_differentiable(hooks: Iterable[Hook]) -> None:
+    """Refuse to differentiate relevance again under rules whose graph has no true derivative."""
+    found = next((hook for hook in hooks if isinstance(hook, ForwardRule)), None)
+    if found is not None:
+        raise ValueError(
+            f"create_graph=True: the rule {type(found).__name__} is written into the graph of the model, so "
+            "that derivatives of its relevance would be wrong; use Zennit's own rules, such as "
+            "EpsilonGammaBox with a canonizer, or VGGGamma"
+        )
 
 
 @contextmanager
