@@ -468,13 +468,15 @@ def gradients_at_inputs(
     retain_graph: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of the layer's output at the inputs, or an error that says why there are none."""
-    found = _gradients(outputs, inputs, cotangent, create_graph, retain_graph)
-    if any(gradient is None for gradient in found):
-        raise ValueError(
-            f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, "
-            "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
-        )
-    return tuple(gradient for gradient in found if gradient is not None)
+    found = []
+    for gradient in _gradients(outputs, inputs, cotangent, create_graph, retain_graph):
+        if gradient is None:
+            raise ValueError(
+                f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, "
+                "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
+            )
+        found.append(gradient)
+    return tuple(found)
 
 
 def _gradients(
