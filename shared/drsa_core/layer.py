@@ -472,8 +472,9 @@ def gradients_at_inputs(
     for gradient in _gradients(outputs, inputs, cotangent, create_graph, retain_graph):
         if gradient is None:
             raise ValueError(
-                f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, "
-                "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
+                f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all "
+                "inputs, pass the others as additional_forward_args, or wrap a perturbation method, which "
+                "needs none"
             )
         found.append(gradient)
     return tuple(found)
