@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
-from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
     check_maps,
@@ -22,6 +21,7 @@ from drsa_core.evaluation import (
     separability,
     total_relevance,
 )
+from drsa_core.storage import remove_leftovers, write_atomically
 from torch import Tensor
 
 from .backends import Backend, make_backend
@@ -377,4 +377,4 @@ def label(record: Record | Reading) -> str:
 def write_json(file: Path, content: Any) -> None:
     """Write atomically: an interrupted run leaves no half file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, [json.dumps(content, indent=1).encode()])
+    write_atomically(file, json.dumps(content, indent=1).encode())
