@@ -159,12 +159,16 @@ def check_pairs(a: ArrayLike, c: ArrayLike, min_rows: int = 1) -> tuple[Tensor, 
 
 def check_nonzero(a: Tensor, c: Tensor) -> None:
     """Raise if all activations or all contexts are zero: no direction is then relevant, any answer noise."""
-    for values, what in ((a, "activations a"), (c, "contexts c")):
-        if not values.any():
-            raise ValueError(
-                f"all {what} are zero. Check that the inputs are preprocessed as the model expects them, and "
-                "that the target, the layer and the attribution method are the intended ones"
-            )
+    if not a.any():
+        raise ValueError(
+            "all activations a are zero: the layer is silent on these inputs. Check that they are "
+            "preprocessed as the model expects them, and that the layer is the intended one"
+        )
+    if not c.any():
+        raise ValueError(
+            "all contexts c are zero: the model's output does not respond to this layer. Check that the "
+            "target, the layer and the attribution method are the intended ones"
+        )
 
 
 @contextmanager

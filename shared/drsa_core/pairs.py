@@ -267,7 +267,8 @@ class FileChunk:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The rows, copied out of the files."""
-        read = [check_pairs(*read_rows(path, self.names, begin, end)) for path, begin, end in self.parts]
+        rows = (read_rows(path, self.names, begin, end) for path, begin, end in self.parts)
+        read = [check_pairs(a, c) for a, c in rows]
         a, c = (torch.cat(rows).to(self.device, self.dtype) for rows in zip(*read, strict=True))
         return a, c
 

@@ -217,7 +217,7 @@ def describe_target(target: Target, tuple_is_index: bool = False) -> TargetDescr
         raise TypeError("target is an empty sequence; give an output, or one for each example")
     if tuple_is_index and isinstance(target, tuple) and all(isinstance(i, int) for i in entries):
         return str(tuple(entries))
-    different = sorted({tuple(entry) if isinstance(entry, list) else entry for entry in entries})
+    different: list[Any] = sorted({tuple(e) if isinstance(e, list) else e for e in entries})
     if not isinstance(different[0], int):
         return str(different)
     return different[0] if len(different) == 1 else different
@@ -321,21 +321,8 @@ def content_digest(*values: Any) -> str:
     return digest.hexdigest()[:12]
 
 
-_SETTINGS = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    types.FunctionType,
-    types.NoneType,
-)
-_SETTINGS += (Tensor, np.ndarray, np.generic)
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SETTINGS = (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray, np.generic, types.FunctionType)
 
 
 def _feed(digest: Any, value: Any, depth: int) -> None:
@@ -362,7 +349,7 @@ def _feed(digest: Any, value: Any, depth: int) -> None:
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             parts = [value.__defaults__, value.__kwdefaults__, cells]
-    elif isinstance(value, int | float | complex | str | bytes | None | torch.dtype | torch.device):
+    elif isinstance(value, _PLAIN):
         text += repr(value)
     elif not isinstance(value, nn.Module):  # whatever else it holds may change in use
         parts = [{name: v for name, v in getattr(value, "__dict__", {}).items() if isinstance(v, _SETTINGS)}]

@@ -236,7 +236,7 @@ def test_labels_that_are_no_labels(tmp_path) -> None:
     for labels in (torch.tensor([0.5, 1]), torch.tensor([[0], [1]])):
         with pytest.raises(ValueError, match="labels must be 2 integers"):
             run(tmp_path / "b", loader=[(torch.zeros(2, 3, 6, 6, dtype=torch.float64), labels)])
-    with pytest.raises(ValueError, match="from 0, got -1"):
+    with pytest.raises(ValueError, match="at least 0, got -1"):
         run(tmp_path / "c", loader=[(torch.zeros(1, 3, 6, 6, dtype=torch.float64), torch.tensor([-1]))])
     with pytest.raises(ValueError, match="gave no images"):
         run(tmp_path / "d", loader=[])
