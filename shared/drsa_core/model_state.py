@@ -26,7 +26,7 @@ _HOOKS = tuple(
 )
 # Rules and canonizers replace these attributes of a module, and hide parameters behind attributes of their
 # names.
-_ATTRIBUTES = ("forward", "eps", "_is_full_backward_hook", "_compiled_call_impl")
+_ATTRIBUTES = ("forward", "eps", "training", "_is_full_backward_hook", "_compiled_call_impl")
 _MISSING = object()
 # One lock per model. On the model it would be copied and saved with it.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
