@@ -31,6 +31,10 @@ _MISSING = object()
 # One lock per model. On the model it would be copied and saved with it.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
+# PyTorch's fused attention leaves out the hooks on modules inside. It is one switch for the whole process, off
+# as long as any context is entered; and whether it was on before.
+_entered: set[int] = set()
+_was_fused = True
 _held: set[CodeType] = set()
 
 
@@ -82,6 +86,7 @@ class restored:
             while self._lock is None and not self._is_pending:
                 self._lock = lock if lock.acquire(timeout=0.1) else None
             if not self._is_pending:
+                self._switch_fused_attention(off=True)
                 self._state = _State(self._model, self._also, self._attributes)
                 if self._enter is not None:
                     self._enter()
@@ -106,12 +111,21 @@ class restored:
         finally:
             if self._state is not None:
                 self._state.restore()
+            self._switch_fused_attention(off=False)
             if self._lock is not None:
                 self._lock.release()
             self._state = self._lock = None
             if self._is_on and signal.getsignal(signal.SIGINT) == self._handle:
                 signal.signal(signal.SIGINT, self._previous)
             self._is_on = False
+
+    def _switch_fused_attention(self, off: bool) -> None:
+        global _was_fused
+        with _locks_lock:
+            if not _entered:
+                _was_fused = torch.backends.mha.get_fastpath_enabled()
+            _entered.add(id(self)) if off else _entered.discard(id(self))
+            torch.backends.mha.set_fastpath_enabled(_was_fused and not _entered)
 
     def _install(self) -> None:
         # Python runs signal handlers in the main thread only; without a Python handler no exception can come.
