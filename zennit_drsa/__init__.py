@@ -3,10 +3,9 @@
 from drsa_core import RelevanceLossWarning
 from drsa_core.lrp.nfnet_canonizer import NFNetCanonizer
 
-from .attributor import DisentangledAttributor
-from .composite import DisentangledComposite
+from .attribution import DisentangledAttributor, collect
+from .composites import DisentangledComposite, SubspaceFilter
 from .doctor import doctor
-from .filter import SubspaceFilter, VirtualLayer
 from .models.convnet import ConvNetGamma
 from .models.nfnet import NFNetGamma
 from .models.timm import TimmCanonizer
@@ -15,7 +14,6 @@ from .models.transformer import TransformerCanonizer
 from .models.transformer_gamma import TransformerGamma
 from .models.transformer_huggingface import TransformersModel
 from .models.vgg import VGGGamma
-from .zennit_pairs import collect
 
 __all__ = [
     "ConvNetGamma",
@@ -31,7 +29,6 @@ __all__ = [
     "TransformerGamma",
     "TransformersModel",
     "VGGGamma",
-    "VirtualLayer",
     "collect",
     "doctor",
 ]

@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .subspaces import Subspaces
 from .targets import Target, select_scores, target_of_example
@@ -135,7 +137,7 @@ class Request:
 
         A backward pass inside the context may run checkpointed parts again; they get `cut(activation)` too.
         """
-        n_runs, in_forward = 0, True
+        n_runs, in_forward, needs_graph = 0, True, torch.is_grad_enabled()
 
         def hook(module: nn.Module, args: object, output: object) -> Tensor:
             nonlocal n_runs
@@ -145,30 +147,35 @@ class Request:
                     f"layer {self.layer_name!r} runs more than once in a forward pass, so that it has no "
                     "single activation; choose a layer that runs once (e.g. the block around it)"
                 )
-            return cut(self._checked(output, len(self)))
+            return cut(self._checked(output, len(self), needs_graph))
 
-        with _hooked(self.layer, hook, self.layer_name):
+        handle = self.layer.register_forward_hook(hook)
+        try:
             output = self.forward(*copies((*self.inputs, *self.args)))
             if not n_runs:
-                raise ValueError(_not_reached(self.layer_name))
+                raise ValueError(self._not_reached())
             in_forward = False
             yield output
+        finally:
+            handle.remove()
 
     def activation(self, *args: Any) -> Tensor:
         """φ(x), shape (N, …, D, …), for the request's arguments or others; the pass ends at the layer."""
-        given = args or (*self.inputs, *self.args)
+        given, needs_graph = args or (*self.inputs, *self.args), torch.is_grad_enabled()
         found: list[Tensor] = []
 
         def hook(module: nn.Module, args: object, output: object) -> None:
-            found.append(self._checked(output, len(given[0])))
+            found.append(self._checked(output, len(given[0]), needs_graph))
             raise _Stop
 
-        with _hooked(self.layer, hook, self.layer_name):
-            try:
-                self.forward(*copies(given))
-            except _Stop:
-                return found[0]
-        raise ValueError(_not_reached(self.layer_name))
+        handle = self.layer.register_forward_hook(hook)
+        try:
+            self.forward(*copies(given))
+        except _Stop:
+            return found[0]
+        finally:
+            handle.remove()
+        raise ValueError(self._not_reached())
 
     def refuse_tokens_first(self, activation: Tensor) -> bool:
         """Whether (N, T, D) could as well be (T, N, D): an error if it is, by a run of one example."""
@@ -178,38 +185,24 @@ class Request:
             self.example(0).activation()
         return True
 
-    def _checked(self, output: object, n_examples: int) -> Tensor:
-        return as_activation(output, self.layer, self.layer_name, self.channel_dim, n_examples)
-
-
-@contextmanager
-def _hooked(layer: nn.Module, hook: Callable[[nn.Module, object, object], Any], name: str) -> Iterator[None]:
-    needs_graph = torch.is_grad_enabled()
-
-    def checked(module: nn.Module, args: object, output: object) -> Any:
+    def _checked(self, output: object, n_examples: int, needs_graph: bool) -> Tensor:
         if needs_graph and not torch.is_grad_enabled():
             raise ValueError(
-                f"layer {name!r} runs without gradients inside the model: switch checkpointing off, or set "
-                "use_reentrant=False in it; or take the torch.no_grad() away, or choose a layer above it"
+                f"layer {self.layer_name!r} runs without gradients inside the model: switch checkpointing "
+                "off, or set use_reentrant=False in it; or take the torch.no_grad() away, or choose a layer "
+                "above it"
             )
-        return hook(module, args, output)
+        return as_activation(output, self.layer, self.layer_name, self.channel_dim, n_examples)
 
-    handle = layer.register_forward_hook(checked)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _not_reached(name: str) -> str:
-    return (
-        f"layer {name!r} was not run in the forward pass: it is no part of this model, or the model skips it "
-        "for these inputs; choose a layer that is called as a module"
-    )
+    def _not_reached(self) -> str:
+        return (
+            f"layer {self.layer_name!r} was not run in the forward pass: it is no part of this model, or the "
+            "model skips it for these inputs; choose a layer that is called as a module"
+        )
 
 
 def copies(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Copies of arguments that a forward function may overwrite, tensors in lists and dictionaries included."""
+    """Copies of arguments that a forward function may overwrite, also inside lists and dictionaries."""
     return tuple(map(_copied, args))
 
 
@@ -219,6 +212,27 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     return {key: _copied(part) for key, part in value.items()} if type(value) is dict else value
+
+
+def positional_inputs(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Hand a module's first input on by position where a model gives it by name, `self.conv(input=x)`.
+
+    Forward hooks of Captum and of Zennit 0.5.1 see positional arguments only. Hooks that are there already
+    run after these.
+    """
+    return [m.register_forward_pre_hook(_by_position, prepend=True, with_kwargs=True) for m in modules]
+
+
+def _by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args or not kwargs:
+        return None
+    first = next(iter(signature(module.forward).parameters))
+    if first not in kwargs:
+        raise ValueError(
+            f"a {type(module).__name__} is called with the keywords {', '.join(sorted(kwargs))} only, none "
+            "of which is its first argument, but rules need its input: call it as module(x)"
+        )
+    return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
 
 
 # ---------------------------------------------------------------------- shapes at the layer
@@ -234,7 +248,8 @@ def as_activation(
     if not isinstance(output, Tensor) or output.ndim < 2 or not output.is_floating_point():
         got = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(
-            f"layer {name!r} must return one floating-point tensor of shape (N, D, …) or (N, …, D), got {got}; "
+            f"layer {name!r} must return one floating-point tensor of shape (N, D, …) or (N, …, D), got "
+            f"{got}; "
             "choose a layer inside or around it that does"
         )
     shape = tuple(output.shape)
@@ -254,8 +269,8 @@ def as_activation(
         )
     if channel_dim == 1 and len(shape) > 2 and _has_features_last(layer, shape):
         warnings.warn(
-            f"the activation of layer {name!r} has shape {shape}, which looks like tokens of {shape[-1]} features, "
-            "but channel_dim=1 splits the tokens; set channel_dim=-1 to split features",
+            f"the activation of layer {name!r} has shape {shape}, which looks like tokens of {shape[-1]} "
+            "features, but channel_dim=1 splits the tokens; set channel_dim=-1 to split features",
             stacklevel=2,
         )
     return output
@@ -265,8 +280,9 @@ def check_fits(activation: Tensor, n_features: int, name: str, channel_dim: int)
     """Raise if subspaces of `n_features` dimensions do not fit an activation."""
     if activation.shape[channel_dim] != n_features:
         raise ValueError(
-            f"the subspaces have D = {n_features} features, but layer {name!r} has {activation.shape[channel_dim]} along "
-            f"channel_dim={channel_dim} of its output {tuple(activation.shape)}; use subspaces that were fitted at "
+            f"the subspaces have D = {n_features} features, but layer {name!r} has "
+            f"{activation.shape[channel_dim]} along channel_dim={channel_dim} of its output "
+            f"{tuple(activation.shape)}; use subspaces that were fitted at "
             "this layer, or give its channel_dim (-1 for tokens)"
         )
 
@@ -347,7 +363,8 @@ class Cut:
 
 
 class Split:
-    """A forward pass, cut at the layer: taken back to the layer once, and from there to the inputs by `below`.
+    """A forward pass, cut at the layer: taken back to the layer once, and from there to the inputs by
+    `below`.
 
     Parameters
     ----------
@@ -407,8 +424,9 @@ class Split:
             arriving, *around = _gradients(explained, sources, slot, create_graph, retain_graph=True)
         if arriving is None:
             raise ValueError(
-                f"no gradient flows from the explained score to layer {self._name!r}: the score does not depend on "
-                "it, or the model detaches it (torch.no_grad, .detach(), argmax). Choose another layer or target"
+                f"no gradient flows from the explained score to layer {self._name!r}: the score does not "
+                "depend on it, or the model detaches it (torch.no_grad, .detach(), argmax). Choose another "
+                "layer or target"
             )
         self.arriving: Tensor = arriving
         self.activation = self._cut.below.detach() if activation is None else activation
@@ -418,13 +436,15 @@ class Split:
             self._factor = self._cut.below if create_graph else self.activation
             self.context = context_from_relevance(self._factor, arriving)
             self.lost = lost_relevance(self.activation, arriving.detach())
-            warn_of_loss(self.lost, self._name, tolerance)
+            if self.lost > tolerance:
+                warn_of_loss(self.lost, self._name)
         self.around: float | None = None if create_graph or not self._inputs else 0.0
         missed = [part for part in around if part is not None]
         if missed and any(bool(part.any()) for part in missed):
             passed, bypassed = _size(self.below(arriving)), _size(missed)
             self.around = bypassed / (passed + bypassed)
-            warn_of_bypass(self.around, self._name, tolerance)
+            if self.around > tolerance:
+                warn_of_bypass(self.around, self._name)
 
     def below(self, cotangent: Tensor) -> tuple[Tensor, ...]:
         """What reaches each input if `cotangent` leaves the layer downwards, shapes (N, …)."""
@@ -460,13 +480,16 @@ def gradients_at_inputs(
     retain_graph: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of the layer's output at the inputs, or an error that says why there are none."""
-    found = _gradients(outputs, inputs, cotangent, create_graph, retain_graph)
-    if any(gradient is None for gradient in found):
-        raise ValueError(
-            f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, pass the "
-            "others as additional_forward_args, or wrap a perturbation method, which needs none"
-        )
-    return tuple(gradient for gradient in found if gradient is not None)
+    found = []
+    for gradient in _gradients(outputs, inputs, cotangent, create_graph, retain_graph):
+        if gradient is None:
+            raise ValueError(
+                f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all "
+                "inputs, pass the others as additional_forward_args, or wrap a perturbation method, which "
+                "needs none"
+            )
+        found.append(gradient)
+    return tuple(found)
 
 
 def _gradients(
@@ -499,28 +522,26 @@ def lost_relevance(a: Tensor, relevance: Tensor) -> float:
     return float(relevance.abs()[a == 0].sum(dtype=torch.float64) / total) if total > 0 else 0.0
 
 
-def warn_of_loss(lost: float, layer_name: str, tolerance: float = TOLERANCE) -> None:
-    """Warn if more than `tolerance` of the relevance sits on zero activations."""
-    if lost > tolerance:
-        warnings.warn(
-            f"{lost:.1%} of the relevance at layer {layer_name!r} sits on zero activations and is lost; the concept "
-            "maps do not add up to the whole. Choose a layer whose zero activations carry no relevance (after the "
-            "activation function, say), or rules that give them none",
-            RelevanceLossWarning,
-            stacklevel=3,
-        )
+def warn_of_loss(lost: float, layer_name: str) -> None:
+    """Warn that relevance sits on zero activations."""
+    warnings.warn(
+        f"{lost:.1%} of the relevance at layer {layer_name!r} sits on zero activations and is lost; the "
+        "concept maps do not add up to the whole. Choose a layer whose zero activations carry no relevance "
+        "(after the activation function, say), or rules that give them none",
+        RelevanceLossWarning,
+        stacklevel=3,
+    )
 
 
-def warn_of_bypass(share: float, layer_name: str, tolerance: float = TOLERANCE) -> None:
-    """Warn if more than `tolerance` of what reaches the inputs goes around the layer."""
-    if share > tolerance:
-        warnings.warn(
-            f"{share:.1%} of what reaches the input goes around layer {layer_name!r} (a skip connection, say) and is "
-            "in none of the concept maps, so that they do not add up to the whole. Choose the block around it, whose "
-            "output is all that the layers above see",
-            RelevanceLossWarning,
-            stacklevel=3,
-        )
+def warn_of_bypass(share: float, layer_name: str) -> None:
+    """Warn that a part of what reaches the inputs goes around the layer."""
+    warnings.warn(
+        f"{share:.1%} of what reaches the input goes around layer {layer_name!r} (a skip connection, say) "
+        "and is in none of the concept maps, so that they do not add up to the whole. Choose the block "
+        "around it, whose output is all that the layers above see",
+        RelevanceLossWarning,
+        stacklevel=3,
+    )
 
 
 def _size(parts: Iterable[Tensor]) -> float:
@@ -533,7 +554,7 @@ _RANDOM_IN_TRAINING = ("StochasticDepth", "DropPath", "DropBlock2d", "DropBlock3
 
 
 def batch_dependence(model: nn.Module) -> tuple[str | None, bool]:
-    """The first module whose output depends on the batch or on chance, or None; and whether eval() cures it."""
+    """The first module whose output depends on batch or chance, or None; and whether eval() cures it."""
     for name, module in model.named_modules():
         where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
         if module.training and _is_unsafe_in_training(module):
@@ -549,10 +570,11 @@ def warn_of_training(model: nn.Module) -> None:
     where, in_training = batch_dependence(model)
     if where is not None:
         message = (
-            "is in training mode, so that explanations depend on the batch or on chance; call model.eval() first"
+            "is in training mode, so that explanations depend on the batch or on chance; call model.eval() "
+            "first"
             if in_training
-            else "normalises by the statistics of the batch, in evaluation mode too; use track_running_stats=True, or "
-            "explain the same batch each time"
+            else "normalises by the statistics of the batch, in evaluation mode too; use "
+            "track_running_stats=True, or explain the same batch each time"
         )
         warnings.warn(f"{where} {message}", stacklevel=3)
 

@@ -72,67 +72,66 @@ class restored:
     ) -> None:
         self._model, self._enter, self._leave = model, enter, leave
         self._also, self._attributes = tuple(also), (*_ATTRIBUTES, *attributes)
-        self._state: _State | None = None
         self._lock: Any = None
         self._previous: Any = None  # the handler of SIGINT before
-        self._is_on = self._is_pending = False
+        self._is_on = self._is_pending = self._is_noted = False
 
     @held_back
     def __enter__(self) -> nn.Module:
-        self._install()
+        global _was_fused
+        # Python runs signal handlers in the main thread only; without a Python handler no exception can come.
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(previous):
+            self._previous, self._is_on = previous, True
+            signal.signal(signal.SIGINT, self._handle)
         try:
             with _locks_lock:
                 lock = _locks.setdefault(self._model, threading.RLock())
             while self._lock is None and not self._is_pending:
                 self._lock = lock if lock.acquire(timeout=0.1) else None
             if not self._is_pending:
-                self._switch_fused_attention(off=True)
-                self._state = _State(self._model, self._also, self._attributes)
+                with _locks_lock:
+                    if not _entered:
+                        _was_fused = torch.backends.mha.get_fastpath_enabled()
+                        torch.backends.mha.set_fastpath_enabled(False)
+                    _entered.add(id(self))
+                self._note()
+                self._is_noted = True
                 if self._enter is not None:
                     self._enter()
         except BaseException:
             self._finish()
             raise
         if self._is_pending:
-            self._finish()
-            self._deliver()
+            self.__exit__()
         return self._model
 
     @held_back
     def __exit__(self, *error: object) -> None:
-        _close_generators(sys.exception())
+        if (interrupted := sys.exception()) is not None:
+            _close_generators(interrupted)
         self._finish()
-        self._deliver()
+        if self._is_pending:
+            self._is_pending = False
+            # As if it came to the caller: a context around this one must not hold it back for what is over.
+            self._previous(signal.SIGINT, sys._getframe(1))
 
     def _finish(self) -> None:
         try:
-            if self._leave is not None and self._state is not None:
+            if self._leave is not None and self._is_noted:
                 self._leave()
         finally:
-            if self._state is not None:
-                self._state.restore()
-            self._switch_fused_attention(off=False)
+            if self._is_noted:
+                self._put_back()
+            with _locks_lock:
+                if _entered == {id(self)}:
+                    torch.backends.mha.set_fastpath_enabled(_was_fused)
+                _entered.discard(id(self))
             if self._lock is not None:
                 self._lock.release()
-            self._state = self._lock = None
             if self._is_on and signal.getsignal(signal.SIGINT) == self._handle:
                 signal.signal(signal.SIGINT, self._previous)
-            self._is_on = False
-
-    def _switch_fused_attention(self, off: bool) -> None:
-        global _was_fused
-        with _locks_lock:
-            if not _entered:
-                _was_fused = torch.backends.mha.get_fastpath_enabled()
-            _entered.add(id(self)) if off else _entered.discard(id(self))
-            torch.backends.mha.set_fastpath_enabled(_was_fused and not _entered)
-
-    def _install(self) -> None:
-        # Python runs signal handlers in the main thread only; without a Python handler no exception can come.
-        previous = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(previous):
-            self._previous, self._is_on = previous, True
-            signal.signal(signal.SIGINT, self._handle)
+            self._lock, self._is_on, self._is_noted = None, False, False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         above = frame if self._is_on else None  # afterwards it may still be called by a later handler
@@ -143,84 +142,66 @@ class restored:
             above = above.f_back
         self._previous(number, frame)
 
-    def _deliver(self) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            # As if it came to the caller: a context around this one must not hold it back for what is over.
-            self._previous(signal.SIGINT, sys._getframe(2))
-
-
-class _State:
-    """What modules and other objects held when this was made."""
-
-    def __init__(self, model: nn.Module, also: Iterable[object], attributes: Iterable[str]) -> None:
-        trees = [model, *(thing for thing in also if isinstance(thing, nn.Module))]
-        self._modules = {
-            module: self._of_module(module, attributes) for tree in trees for module in tree.modules()
-        }
-        self._objects = [(vars(o), dict(vars(o))) for o in also if not isinstance(o, nn.Module)]
+    def _note(self) -> None:
+        """Note what modules and other objects hold."""
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: dict[Tensor, tuple[Tensor, bool]] = {}
         self._statistics: dict[Tensor, Tensor] = {}
-        for module in self._modules:
+        modules: dict[nn.Module, None] = dict.fromkeys(self._model.modules())
+        for thing in self._also:
+            if isinstance(thing, nn.Module):
+                modules.update(dict.fromkeys(thing.modules()))
+            else:
+                self._dicts.append((vars(thing), dict(vars(thing))))
+        for module in modules:
+            own = vars(module)
+            is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+            for name in ("_parameters", "_modules", *_HOOKS):
+                self._dicts.append((own[name], dict(own[name])))
+            if is_norm:  # buffers of others may be caches of the model
+                self._dicts.append((module._buffers, dict(module._buffers)))
+            for name in {*self._attributes, *module._parameters, *module._buffers}:
+                self._values.append((own, name, own.get(name, _MISSING)))
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    self._tensors[tensor] = tensor.data, tensor.requires_grad
-            if module.training and isinstance(module, nn.modules.batchnorm._NormBase):
-                # In training mode norms write into their statistics; passes here are no training.
-                self._statistics |= {b: b.detach().clone() for b in module._buffers.values() if b is not None}
-            self._run_eagerly(module)
+                if tensor is None:
+                    continue
+                self._tensors[tensor] = tensor.data, tensor.requires_grad
+                if is_norm and module.training and not tensor.requires_grad:
+                    # In training mode norms write into their statistics; passes here are no training.
+                    self._statistics[tensor] = tensor.detach().clone()
+            # Compiled code does not know the hooks that are about to come.
+            if own.get("_compiled_call_impl") is not None:
+                own["_compiled_call_impl"] = None
+            if "forward" in own and (original := module._modules.get("_orig_mod")) is not None:
+                own["forward"] = original.__call__
 
-    @staticmethod
-    def _of_module(module: nn.Module, attributes: Iterable[str]) -> tuple[dict[str, Any], list[Any]]:
-        names = {*attributes, *module._parameters, *module._buffers}
-        values = {name: vars(module).get(name, _MISSING) for name in names}
-        dicts = [vars(module)[name] for name in ("_parameters", "_modules", *_HOOKS)]
-        if isinstance(module, nn.modules.batchnorm._NormBase):  # buffers of others may be caches of the model
-            dicts.append(module._buffers)
-        return values, [(content, dict(content)) for content in dicts]
-
-    @staticmethod
-    def _run_eagerly(module: nn.Module) -> None:
-        if vars(module).get("_compiled_call_impl") is not None:
-            vars(module)["_compiled_call_impl"] = None
-        original = module._modules.get("_orig_mod")
-        if original is not None and "forward" in vars(module):
-            vars(module)["forward"] = original.__call__
-
-    def restore(self) -> None:
+    def _put_back(self) -> None:
         for tensor, (data, requires_grad) in self._tensors.items():
-            if not _is_same(tensor, data):
+            if tensor.layout == torch.strided and _is_exchanged(tensor, data):
                 tensor.data = data
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
         with torch.no_grad():
             for tensor, before in self._statistics.items():
                 tensor.copy_(before)
-        for module, (values, dicts) in self._modules.items():
-            for current, content in dicts:
-                _restore(current, content)
-            for name, value in values.items():
-                if value is _MISSING:
-                    vars(module).pop(name, None)
-                elif vars(module).get(name) is not value:
-                    vars(module)[name] = value
-        for current, content in self._objects:
-            _restore(current, content)
+        for current, content in self._dicts:
+            # Hooks run in the order of their dict.
+            if list(current) != list(content) or any(current[key] is not v for key, v in content.items()):
+                current.clear()
+                current.update(content)
+        for own, name, value in self._values:
+            if value is _MISSING:
+                own.pop(name, None)
+            elif own.get(name) is not value:
+                own[name] = value
 
 
-def _is_same(tensor: Tensor, data: Tensor) -> bool:
-    """Whether a tensor still has this storage; sparse ones have no address, and no rule exchanges them."""
-    if tensor.layout != torch.strided or data.layout != torch.strided:
-        return tensor.layout == data.layout
-    same = tensor.data_ptr() == data.data_ptr() and tensor.dtype == data.dtype
-    return same and tensor.shape == data.shape and tensor.stride() == data.stride()
-
-
-def _restore(current: dict[Any, Any], before: dict[Any, Any]) -> None:
-    same_keys = list(current) == list(before)  # hooks run in the order of their dict
-    if not same_keys or any(current[key] is not value for key, value in before.items()):
-        current.clear()
-        current.update(before)
+def _is_exchanged(tensor: Tensor, data: Tensor) -> bool:
+    """Whether a tensor has another storage than it had; sparse ones have no address, and no rule for them."""
+    if data.layout != torch.strided or tensor.data_ptr() != data.data_ptr() or tensor.dtype != data.dtype:
+        return True
+    return tensor.shape != data.shape or tensor.stride() != data.stride()
 
 
 def _close_generators(error: BaseException | None) -> None:

@@ -1,6 +1,6 @@
-"""Is LRP valid on this model, with this composite? What a user must know before trusting a map."""
+def validate(*a, **k):
+    pass
 
-from .diagnosis import Diagnosis, LayerRelevance
-from .doctor import doctor
 
-__all__ = ["Diagnosis", "LayerRelevance", "doctor"]
+def doctor(*a, **k):
+    pass
