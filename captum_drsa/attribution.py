@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from itertools import product
 from typing import Any
@@ -44,9 +45,9 @@ from .contexts import LayerAttributionContext, ShapleyContext, bare_pass, lrp_sp
 from .embeddings import FromLayer
 from .methods import (
     RelevanceModel,
+    by_known_gradient,
     choose_context,
     entries_per_feature,
-    explain_at_input,
     record_of,
     within_tunnels,
 )
@@ -118,17 +119,22 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
     ) -> None:
         self._record = record_of(attribution_method)
         super().__init__(attribution_method.forward_func)
-        self.attribution_method = attribution_method
+        self.attribution_method, self._forward = attribution_method, self.forward_func
         # The module that the forward function is, or whose method it is.
         owner = getattr(self.forward_func, "__self__", self.forward_func)
         self._model = eager(owner) if isinstance(owner, nn.Module) else None
-        is_module = isinstance(self.forward_func, nn.Module)
-        self._forward: Callable[..., Any] = self._model if is_module and self._model else self.forward_func
+        if self._model is not None and isinstance(self.forward_func, nn.Module):
+            self._forward = self._model
         self.layer_name, self.layer = self._found(layer)
         self.subspaces, self.channel_dim = as_subspaces(subspaces), as_int(channel_dim, "channel_dim")
         self.strict = strict
         self._context_method = choose_context(context_method, attribution_method, self._model, self.layer)
         self._own_context = context_method is None
+        in_tunnel = isinstance(attribution_method, NoiseTunnel)
+        # Step 2 goes on with the forward pass of step 1 where the method asks for no other.
+        self._in_one_pass = (
+            self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
+        )
         if self._record.at_input is not None:
             if not isinstance(attribution_method.layer, nn.Module):
                 kind = type(attribution_method.layer).__name__
@@ -136,9 +142,9 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             self._lower_name, self._lower_layer = self._found(attribution_method.layer)
             if self._lower_layer is self.layer:
                 raise ValueError(
-                    f"the layer method explains layer {self.layer_name!r}, which is the concept layer itself; give "
-                    "it a layer below, such as the embedding. What each concept contributes at the concept layer "
-                    "is explain(...).position_relevance"
+                    f"the layer method explains layer {self.layer_name!r}, which is the concept layer "
+                    "itself; give it a layer below, such as the embedding. What each concept contributes at "
+                    "the concept layer is explain(...).position_relevance"
                 )
 
     def _found(self, layer: str | nn.Module) -> tuple[str, nn.Module]:
@@ -178,7 +184,8 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             One of Captum's forms, or a function from the model's output (n, …), for any n, to the scores
             (n,), e.g. `lambda y: y[:, 3] - y[:, 5]`.
         additional_forward_args : any, optional
-            Further arguments of the model. As in Captum, tensors with N rows hold one row for each example.
+            Further arguments of the model. As in Captum, tensors with N rows hold one row for each example;
+            anything else is the same for all.
         return_convergence_delta : bool
             Also return what the maps miss of the exact total relevance of Note B.3, shape (N, K).
 
@@ -191,19 +198,22 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
 
         Notes
         -----
-        A `custom_attribution_func` of DeepLift's gets multipliers of shape (N, K, …), and inputs and baselines
-        of shape (N, 1, …).
+        A `custom_attribution_func` of DeepLift's gets multipliers of shape (N, K, …), and inputs and
+        baselines of shape (N, 1, …).
         """
-        given = self._by_name(args, kwargs)
-        target, further = given.pop("target", None), _as_arguments(given.pop("additional_forward_args", None))
+        given = self._by_name(args, kwargs) if args else dict(kwargs)
+        target, further = given.pop("target", None), _as_tuple(given.pop("additional_forward_args", ()))
         with_delta = given.pop("return_convergence_delta", False)
         if with_delta and not self.has_convergence_delta():
-            raise ValueError(self._why_no_delta())
+            raise ValueError(
+                f"{type(self.attribution_method).__name__} has no convergence delta here; "
+                "explain(...).certificate() says what the maps add up to. Where a NoiseTunnel hides that of "
+                "its method, put the noise outside: NoiseTunnel(DisentangledAttribution(...))"
+            )
         self._check_use(target, inputs, further)
         with torch.inference_mode(False), self._restored():
-            request = self._prepared(inputs, target, further)
-            options = self._options(request, given)
-            steps = self._steps(request, options)
+            request, method, options = self._prepared(inputs, target, further, given)
+            steps = self._steps(request, method, options)
             delta = self._delta(request, steps, options.get("baselines")) if with_delta else None
         one_map = not isinstance(inputs, tuple) or self._record.at_input is not None
         maps = steps.maps[0] if one_map else steps.maps
@@ -215,10 +225,8 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
         twice = sorted(set(names[: len(args)]) & set(kwargs))
         if len(args) > len(names) or twice:
-            what = f"{twice[0]!r} twice" if twice else f"{len(args)} arguments after the inputs"
-            raise TypeError(
-                f"{type(self.attribution_method).__name__} takes {', '.join(names)}, but got {what}"
-            )
+            name, got = type(self.attribution_method).__name__, twice[0] if twice else f"{len(args)} values"
+            raise TypeError(f"after the inputs {name} takes {', '.join(names)}, once each, but got {got}")
         return dict(zip(names, args, strict=False)) | kwargs
 
     # ------------------------------------------------------------------ as both adapters
@@ -240,14 +248,12 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         """
         if self._record.at_input is None:
             inputs = single_input(inputs)
-        further = _as_arguments(kwargs.pop("additional_forward_args", None))
+        further = _as_tuple(kwargs.pop("additional_forward_args", ()))
         self._check_use(target, inputs, further)
         with torch.inference_mode(False), self._restored():
-            request = self._prepared(inputs, target, further)
-            options = self._options(request, kwargs)
-            steps = self._steps(request, options)
-            # A method that shares no pass with the model does not come by these.
-            if steps.output is None:
+            request, method, options = self._prepared(inputs, target, further, kwargs)
+            steps = self._steps(request, method, options)
+            if steps.output is None:  # a method that shares no pass with the model does not come by these
                 _, score, around = bare_pass(request)
             else:
                 score, around = request.scores(steps.output).detach(), steps.around
@@ -255,13 +261,10 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             if options.get("return_input_shape", True):  # else there is one entry for each feature
                 entries = entries_per_feature(options.get("feature_mask"), request.inputs[0])
         whole_map = None
-        if whole:
-            with (
-                torch.inference_mode(False),
-                self._restored(),
-            ):  # LRP's rules are on the model until it is restored
-                request = self._prepared(inputs, target, further)
-                whole_map = self._whole(request, self._options(request, kwargs))
+        # Captum's LRP of a function begins otherwise.
+        if whole and not (isinstance(method, LRP) and callable(target)):
+            with torch.inference_mode(False), self._restored():  # only then LRP's rules are off the model
+                whole_map = self._whole(*self._prepared(inputs, target, further, kwargs))
         return self._explanation(
             inputs,
             steps.activation,
@@ -275,7 +278,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             adds_up_by_pixel=isinstance(
                 self.attribution_method, LRP | InputXGradient | LayerGradientXActivation
             )
-            and (self._own_context or self._takes_one_pass),
+            and (self._own_context or self._in_one_pass),
             # Windows of Occlusion may overlap; smoothgrad_sq and vargrad are squares.
             is_relevance=self.multiplies_by_inputs
             and not isinstance(self.attribution_method, Occlusion)
@@ -284,19 +287,18 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         )
 
     def context(
-        self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
+        self, inputs: Inputs, target: Target = None, additional_forward_args: Any = ()
     ) -> tuple[Tensor, Tensor]:
         """Step 1: activations a and contexts c at the layer, shapes (N, …, D, …)."""
         with torch.inference_mode(False), self._restored():
-            # At the layer masks among the inputs are constants.
-            request = self._prepared(inputs, target, _as_arguments(additional_forward_args), is_step_1=True)
+            request, *_ = self._prepared(inputs, target, _as_tuple(additional_forward_args))
             return self._step_1(request)[:2]
 
     def concept_relevance(
-        self, inputs: Inputs, target: Target = None, additional_forward_args: Any = None
+        self, inputs: Inputs, target: Target = None, additional_forward_args: Any = ()
     ) -> Tensor:
         """Relevance R_k = (U_kᵀa)ᵀ(U_kᵀc) of each concept, summed over positions, shape (N, K)."""
-        self._check_use(target, inputs, _as_arguments(additional_forward_args))
+        self._check_use(target, inputs, _as_tuple(additional_forward_args))
         return self._relevance(*self.context(inputs, target, additional_forward_args))
 
     def exact_totals(
@@ -304,69 +306,61 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         inputs: Inputs,
         target: Target = None,
         baselines: Any = None,
-        additional_forward_args: Any = None,
+        additional_forward_args: Any = (),
     ) -> Tensor:
         """Exact total Σ_p R_pk = (φ(x) − φ(x̃))ᵀU_kU_kᵀc of each map (Note B.3), shape (N, K).
 
         For methods that conserve, such as Integrated Gradients, DeepLift and the Shapley value. `baselines` x̃
         as in the wrapped `attribute`; default 0. (Those of `LayerFeatureAblation` are outputs of its layer.)
         """
-        further = _as_arguments(additional_forward_args)
+        further = _as_tuple(additional_forward_args)
         self._check_use(target, inputs, further)
         with torch.inference_mode(False), self._restored():
-            request = self._prepared(inputs, target, further)
+            request, *_ = self._prepared(inputs, target, further, {})
             activation, context, _ = self._step_1(request)
-            check_fits(activation, self._fitted().n_features, self.layer_name, self.channel_dim)
-            at_input = self._record.at_input
-            if at_input is not None:
-                baselines = at_input.baselines(request.forward, baselines)  # type: ignore[arg-type]
-            else:
-                baselines = self._drawn(request, baselines)
-            return self._total(request, activation, context, baselines)
+            return self._total(request, activation, context, self._baselines(request, baselines))
 
     # ------------------------------------------------------------------ the two steps
 
-    def _steps(self, request: Request, options: dict[str, Any]) -> _Steps:
-        """K maps from a request; the model is restored afterwards."""
-        record, method, subspaces = self._record, self._method_for(request), self._fitted()
+    def _steps(self, request: Request, method: Any, options: dict[str, Any]) -> _Steps:
+        """K maps; to be used inside `_restored`."""
         adds_noise = isinstance(method, GradientShap) and bool(np.any(options.get("stdevs", 0)))
         if adds_noise or isinstance(method, NoiseTunnel):
             for x in request.inputs:
                 refuse_noise_on_padding(self._known_model(), x)
-        if record.explain is None or self._takes_one_pass:
-            context = None
-            if record.explain is None:
-                if not self._own_context:
-                    with self._restored():  # Captum's LayerLRP takes the user's rules off the model
-                        context = self._step_1(request)[1]
-                split, output = lrp_split(method, request, **options)
-            else:
-                split = Split(request)
-                output = split.output
-            split.context = split.context if context is None else context
-            self._check_step_1(request, split.activation, split.context)
-            maps = split.through(subspaces, self.channel_dim)
-            if record.explain is not None:
-                maps = explain_at_input(method, request, maps, options)
-            return _Steps(maps, split.activation, split.context, split.lost, split.around, output)
-        activation, context, lost = self._step_1(request, bool(options.get("show_progress")))
-        check_fits(activation, subspaces.n_features, self.layer_name, self.channel_dim)
-        model = RelevanceModel(request, context, subspaces, record.needs_gradient)
-        return _Steps(record.explain(method, model, options), activation, context, lost)
+        if not (self._in_one_pass or self._record.explain is None):
+            activation, context, lost = self._step_1(request, show_progress=options.get("show_progress"))
+            model = RelevanceModel(request, context, self._fitted(), self._record.needs_gradient)
+            return _Steps(self._record.explain(method, model, options), activation, context, lost)
+        if self._in_one_pass:
+            split = Split(request)
+            output = split.output
+        else:
+            chosen = None
+            if not self._own_context:
+                with self._restored():  # Captum's LayerLRP takes the user's rules off the model
+                    chosen = self._step_1(request)[1]
+            split, output = lrp_split(method, request, **options)
+            split.context = split.context if chosen is None else chosen
+        self._step_1(request, split)
+        maps = split.through(self._fitted(), self.channel_dim)
+        if self._in_one_pass:
+            maps = by_known_gradient(method, request, maps, options)
+        return _Steps(maps, split.activation, split.context, split.lost, split.around, output)
 
-    def _step_1(self, request: Request, show_progress: bool = False) -> tuple[Tensor, Tensor, float]:
+    def _step_1(
+        self, request: Request, split: Split | None = None, show_progress: Any = False
+    ) -> tuple[Tensor, Tensor, float]:
         """a, c, and the share of the relevance that sits on zero activations; gradients lose none."""
         method, lost = self._context_method, 0.0
         if show_progress and isinstance(method, ShapleyContext):
             method = replace(method, show_progress=True)  # it may take longer than step 2
-        if isinstance(method, LayerAttributionContext):
+        if split is not None:
+            activation, context, lost = split.activation, split.context, split.lost
+        elif isinstance(method, LayerAttributionContext):
             activation, context, lost = method.with_loss(request)
         else:
             activation, context = method(request)
-        self._check_step_1(request, activation, context)
-        return activation, context, lost
-
-    def _check_step_1(self, request: Request, activation: Tensor, context: Tensor) -> None:
         if len(activation) != len(request) or activation.shape != context.shape:
             raise ValueError(
                 f"the context method must give activations (N, …) of layer {self.layer_name!r} for the "
@@ -375,58 +369,17 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             )
         check_finite(activation, f"the activation of layer {self.layer_name!r}")
         check_finite(context, f"the context at layer {self.layer_name!r}")
+        if self.subspaces is not None:
+            check_fits(activation, self.subspaces.n_features, self.layer_name, self.channel_dim)
+        return activation, context, lost
 
-    @property
-    def _takes_one_pass(self) -> bool:
-        """Whether step 2 goes on with the forward pass of step 1, as the method asks for no other."""
-        in_tunnel = isinstance(self.attribution_method, NoiseTunnel)
-        return (
-            self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
-        )
-
-    def _method_for(self, request: Request) -> Any:
-        """The wrapped method; of a layer method its counterpart, for a request that has e as its input."""
-        if self._record.at_input is None:
-            return self.attribution_method
-        return self._record.at_input.attributor(self.attribution_method, request.forward)  # type: ignore[arg-type]
-
-    def _options(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
-        """Keywords of the wrapped method as those of `_method_for(request)`, with its baselines drawn."""
-        if self._record.at_input is not None:
-            return self._record.at_input.options(request.forward, given)  # type: ignore[arg-type]
-        if "baselines" not in given:
-            return dict(given)
-        is_distribution = bool(given.get("draw_baseline_from_distrib"))
-        return {**given, "baselines": self._drawn(request, given["baselines"], is_distribution)}
-
-    def _drawn(self, request: Request, baselines: Any, is_distribution: bool = False) -> Any:
-        """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
-        if self._record.draws_baselines and baselines is not None:
-            baselines, is_distribution = draw_baselines(baselines, request.inputs), True
-        # Captum would print the whole tensors.
-        pairs = zip(baselines if isinstance(baselines, tuple) else (baselines,), request.inputs, strict=False)
-        for b, x in pairs if self._record.needs_gradient else ():
-            if isinstance(b, Tensor) and not (
-                b.ndim == x.ndim
-                and (is_distribution or len(b) in (1, len(x)))
-                and all(m in (1, n) for m, n in zip(b.shape[1:], x.shape[1:], strict=True))
-            ):
-                n = "n" if is_distribution else len(x)
-                shapes = f"({n}, {', '.join(map(str, x.shape[1:]))})"
-                raise ValueError(
-                    f"baselines of an input {tuple(x.shape)} must have the shape {shapes}, or one row, got "
-                    f"{tuple(b.shape)}"
-                )
-        return baselines
-
-    def _whole(self, request: Request, options: dict[str, Any]) -> Tensor | None:
-        """The map of the wrapped method; None for LRP of a function, which begins otherwise in Captum."""
-        method, scores = self._method_for(request), Network(request)
-        if isinstance(method, LRP) and callable(request.target):
-            return None
-        x = request.inputs[0].detach().clone().requires_grad_(self._record.needs_gradient)
+    def _whole(self, request: Request, method: Any, options: dict[str, Any]) -> Tensor:
+        """The map of the wrapped method."""
+        scores, x = Network(request), request.inputs[0].detach().clone()
         whole: Tensor = for_network(method, scores).attribute(
-            x, additional_forward_args=scores.additional_args, **options
+            x.requires_grad_(self._record.needs_gradient),  # else Captum does it, and warns
+            additional_forward_args=scores.additional_args,
+            **options,
         )
         return whole.detach()
 
@@ -442,10 +395,29 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         model, together = RelevanceModel(request, context, self._fitted()), None
         if self._record.draws_baselines:  # GradientShap draws those of each input by themselves
             is_shap = isinstance(within_tunnels(self.attribution_method), GradientShap)
-            together = product if is_shap else zip
+            together = product if is_shap else partial(zip, strict=True)
         with torch.no_grad():
             example = torch.arange(len(request), device=activation.device)
             return model.relevance(activation, example) - model.at_baselines(baselines, together)
+
+    def _baselines(self, request: Request, baselines: Any, is_distribution: bool = False) -> Any:
+        """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
+        if self._record.at_input is not None:
+            return self._record.at_input.baselines(request.forward, baselines)
+        if self._record.draws_baselines and baselines is not None:
+            baselines, is_distribution = draw_baselines(baselines, request.inputs), True
+        given = baselines if isinstance(baselines, tuple) else (baselines,)
+        for b, x in zip(given if self._record.needs_gradient else (), request.inputs, strict=False):
+            if not isinstance(b, Tensor):
+                continue
+            pairs = zip(b.shape[is_distribution:], x.shape[is_distribution:], strict=False)
+            if b.ndim != x.ndim or any(mine not in (1, theirs) for mine, theirs in pairs):
+                rows = "any number of rows" if is_distribution else "its number of rows, or one row"
+                raise ValueError(
+                    f"baselines of an input {tuple(x.shape)} must have its shape with {rows}, got "
+                    f"{tuple(b.shape)}"  # Captum would print the whole tensors
+                )
+        return baselines
 
     # ------------------------------------------------------------------ the door
 
@@ -458,53 +430,61 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         return restored(self.layer, also=lower, attributes=ATTRIBUTES)
 
     def _prepared(
-        self, inputs: Inputs, target: Target, args: tuple[Any, ...], is_step_1: bool = False
-    ) -> Request:
-        """What is explained, for a method of inputs; to be used inside `_restored`."""
-        request = replace(self._request(inputs, target), args=tuple(map(_outside_inference_mode, args)))
-        is_floating = [x.is_floating_point() for x in request.inputs]
-        if self._record.needs_gradient and self._record.at_input is None:
-            if not (any(is_floating) if is_step_1 else all(is_floating)):
-                dtype = next(x.dtype for x in request.inputs if not x.is_floating_point())
-                raise TypeError(
-                    f"{type(self.attribution_method).__name__} needs floating-point inputs, got {dtype}; convert "
-                    "images with .float(). For token numbers wrap a layer method on the embedding, such as "
-                    "LayerIntegratedGradients, or a perturbation method; pass masks as additional_forward_args"
-                )
-        if self._model is not None:
-            warn_of_training(self._model)
-            of_context = (getattr(self._context_method, name, None) for name in ("method", "attributor"))
-            for method in (within_tunnels(self.attribution_method), *of_context):
-                hand_inputs_on_by_place(method, self._model)
-        if self._record.at_input is None:
-            return request
-        return FromLayer(request, self._lower_layer, self._lower_name).request()
+        self, inputs: Inputs, target: Target, args: tuple[Any, ...], given: dict[str, Any] | None = None
+    ) -> tuple[Request, Any, dict[str, Any]]:
+        """What is explained, the method for inputs that explains it, and its keywords; inside `_restored`.
 
-    def _request(self, inputs: Any, target: Target) -> Request:
+        `given` are the keywords of the wrapped method; None for step 1.
+        """
+        request = self._request(inputs, target, args)
+        is_floating = [x.is_floating_point() for x in request.inputs]
+        # At the layer, masks among the inputs are constants.
+        fits = any(is_floating) if given is None else all(is_floating)
+        if self._record.needs_gradient and self._record.at_input is None and not fits:
+            raise TypeError(
+                f"{type(self.attribution_method).__name__} needs floating-point inputs, got "
+                f"{[x.dtype for x in request.inputs]}; convert images with .float(). For token numbers wrap "
+                "a layer method on the embedding, such as LayerIntegratedGradients, or a perturbation "
+                "method; pass masks as additional_forward_args"
+            )
+        warn_of_training(self._known_model())
+        of_context = (getattr(self._context_method, name, None) for name in ("method", "attributor"))
+        for method in (self.attribution_method, *of_context):
+            if isinstance(method, LRP | DeepLift | NoiseTunnel):
+                hand_inputs_on_by_place(within_tunnels(method), self._known_model())
+        options, at_input = dict(given or {}), self._record.at_input
+        if at_input is not None:
+            network = FromLayer(request, self._lower_layer, self._lower_name)
+            method = at_input.attributor(self.attribution_method, network)
+            return network.request(), method, at_input.options(network, options)
+        if "baselines" in options:
+            is_distribution = bool(options.get("draw_baseline_from_distrib"))
+            options["baselines"] = self._baselines(request, options["baselines"], is_distribution)
+        return request, self.attribution_method, options
+
+    def _request(self, inputs: Any, target: Target, args: tuple[Any, ...] = ()) -> Request:
         tensors = inputs if isinstance(inputs, tuple) else (inputs,)
         if not tensors or not all(isinstance(x, Tensor) and x.ndim > 0 for x in tensors):
             raise TypeError(
-                f"inputs must be a tensor (N, …) or a tuple of tensors, got {type(inputs).__name__}; NumPy arrays and "
-                "lists become tensors with torch.as_tensor"
+                f"inputs must be a tensor (N, …) or a tuple of tensors, got {type(inputs).__name__}; NumPy "
+                "arrays and lists become tensors with torch.as_tensor"
             )
         if len({len(x) for x in tensors}) > 1 or not len(tensors[0]):
             raise ValueError(
-                "all inputs must have the same number of examples, at least 1, along the first axis, got shapes "
-                f"{[tuple(x.shape) for x in tensors]}"
+                "all inputs must have the same number of examples, at least 1, along the first axis, got "
+                f"shapes {[tuple(x.shape) for x in tensors]}"
             )
-        tensors = tuple(map(_outside_inference_mode, tensors))
+        # Tensors of inference mode can be in no graph.
+        plain = [v.clone() if isinstance(v, Tensor) and v.is_inference() else v for v in (*tensors, *args)]
         return Request(
-            self._forward, self.layer, self.layer_name, tensors, as_listed(target), self.channel_dim
+            self._forward,
+            self.layer,
+            self.layer_name,
+            tuple(plain[: len(tensors)]),
+            as_listed(target),
+            self.channel_dim,
+            tuple(plain[len(tensors) :]),
         )
-
-    def _why_no_delta(self) -> str:
-        name, inner = type(self.attribution_method).__name__, within_tunnels(self.attribution_method)
-        if inner is not self.attribution_method and inner.has_convergence_delta():
-            return (
-                f"{name} has no convergence delta here, as its noise is not known; put the noise outside: "
-                f"NoiseTunnel(DisentangledAttribution({type(inner).__name__}(...), ...)) has a delta"
-            )
-        return f"{name} has no convergence delta; explain(...).certificate() says what the maps add up to"
 
     def _origin(self) -> dict[str, Any]:
         method = self._context_method
@@ -520,18 +500,9 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         return self.layer if self._model is None else self._model
 
 
-def _as_arguments(additional_forward_args: Any) -> tuple[Any, ...]:
-    """Additional forward arguments as a tuple, as Captum reads them."""
-    if additional_forward_args is None:
-        return ()
-    return (
-        additional_forward_args if isinstance(additional_forward_args, tuple) else (additional_forward_args,)
-    )
-
-
-def _outside_inference_mode(value: Any) -> Any:
-    """A tensor of inference mode as one that a graph may need."""
-    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+def _as_tuple(args: Any) -> tuple[Any, ...]:
+    """Additional forward arguments as Captum reads them."""
+    return () if args is None else args if isinstance(args, tuple) else (args,)
 
 
 def collect(

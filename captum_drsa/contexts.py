@@ -11,7 +11,7 @@ from captum.attr import LRP, LayerAttribution, PerturbationAttribution, ShapleyV
 from drsa_core import context_from_relevance, lost_relevance
 from drsa_core.contexts import UpperNetwork, contexts_by_example, rows_per_run
 from drsa_core.fingerprint import feed
-from drsa_core.layer import Cut, Request, Split, eager, warn_of_loss
+from drsa_core.layer import TOLERANCE, Cut, Request, Split, eager, warn_of_loss
 from drsa_core.model_state import restored
 from drsa_core.targets import gradient_at_output
 from torch import Tensor, nn
@@ -59,8 +59,17 @@ class ShapleyContext:
                 show_progress=self.show_progress,
             )
             maps = relevance.to(activation).reshape(shape)
-            sums = activation.sum(positions, keepdim=True)
-            _warn_of_cancellation(sums, activation.abs().sum(positions, keepdim=True), maps, request)
+            sums, sizes = (a.sum(positions, keepdim=True) for a in (activation, activation.abs()))
+            # Where activations cancel, R_j / Σ a_j is out of all measure.
+            share = float(maps[sums.abs() < 0.1 * sizes].abs().sum() / maps.abs().sum().clamp(min=1e-30))
+            if share > 0.1:
+                warnings.warn(
+                    f"{share:.0%} of the relevance at layer {request.layer_name!r} is on feature maps whose "
+                    "positive and negative activations cancel, so that the Shapley contexts R_j / Σ a_j are "
+                    "very large there. They are meant for layers after a ReLU: choose one, or set "
+                    "context_method='integrated_gradients' or 'gradient'",
+                    stacklevel=2,
+                )
             return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
 
         activation, score, _ = bare_pass(request)
@@ -77,8 +86,8 @@ class LayerAttributionContext:
     def __post_init__(self) -> None:
         if not self.attributor.multiplies_by_inputs:
             raise ValueError(
-                f"context_method {type(self.attributor).__name__} gives no relevance R here, from which contexts "
-                "c = R ⊘ a are found; make it with multiply_by_inputs=True, or use another one"
+                f"context_method {type(self.attributor).__name__} gives no relevance R here, from which "
+                "contexts c = R ⊘ a are found; make it with multiply_by_inputs=True, or use another one"
             )
 
     def __repr__(self) -> str:
@@ -116,11 +125,12 @@ class LayerAttributionContext:
         relevance = (relevance[0] if isinstance(relevance, tuple) else relevance).detach()
         if relevance.shape != activation.shape:
             raise ValueError(
-                f"{type(self.attributor).__name__} gives relevance of shape {tuple(relevance.shape)}, but layer "
-                f"{request.layer_name!r} has outputs of shape {tuple(activation.shape)}"
+                f"{type(self.attributor).__name__} gives relevance of shape {tuple(relevance.shape)}, but "
+                f"layer {request.layer_name!r} has outputs of shape {tuple(activation.shape)}"
             )
         lost = lost_relevance(activation, relevance)
-        warn_of_loss(lost, request.layer_name)
+        if lost > TOLERANCE:
+            warn_of_loss(lost, request.layer_name)
         return activation, context_from_relevance(activation, relevance), lost
 
 
@@ -164,8 +174,8 @@ def lrp_split(method: LRP, request: Request, verbose: bool = False) -> tuple[Spl
             "context_method='gradient' or 'integrated_gradients'"
         )
     output, activation = lrp_rules_in_force(method, request, verbose)
-    # Relevance at the output, output ⊙ ∂y/∂output: the output itself at the target and 0 elsewhere for an index,
-    # the one minus the other for a difference of logits.
+    # Relevance at the output: itself at the target and 0 elsewhere for an index, the one minus the other for a
+    # difference of logits.
     start = output * gradient_at_output(output, request.target, len(request))
     try:
         return Split(request, start=lambda _: start, passes_relevance=True, activation=activation), output
@@ -173,9 +183,9 @@ def lrp_split(method: LRP, request: Request, verbose: bool = False) -> tuple[Spl
         if "doesn't require grad" not in str(error):
             raise
         raise ValueError(
-            f"no gradient flows from the explained score to layer {request.layer_name!r} or from there to every "
-            "input: the model detaches an activation (torch.no_grad, .detach(), argmax, checkpointing with "
-            "use_reentrant=True), which LRP cannot pass"
+            f"no gradient flows from the explained score to layer {request.layer_name!r} or from there to "
+            "every input: the model detaches an activation (torch.no_grad, .detach(), argmax, checkpointing "
+            "with use_reentrant=True), which LRP cannot pass"
         ) from error
 
 
@@ -195,22 +205,3 @@ def bare_pass(request: Request) -> tuple[Tensor, Tensor, float | None]:
     with torch.no_grad(), request.running(cut) as output:
         request.refuse_tokens_first(cut.below)
         return cut.below, request.scores(output), None
-
-
-def _warn_of_cancellation(sums: Tensor, sizes: Tensor, relevance: Tensor, request: Request) -> None:
-    """Warn if relevance sits on maps whose activations cancel: c_j = R_j / Σ a_j is then out of all measure.
-
-    Parameters
-    ----------
-    sums, sizes, relevance : tensor, shape (1, …, D, …)
-        Σ a_j, Σ |a_j| and R_j over the positions of each feature map.
-    """
-    cancels = sums.abs() < 0.1 * sizes
-    share = float(relevance[cancels].abs().sum() / relevance.abs().sum().clamp(min=1e-30))
-    if share > 0.1:
-        warnings.warn(
-            f"{share:.0%} of the relevance at layer {request.layer_name!r} is on feature maps whose positive and "
-            "negative activations cancel, so that the Shapley contexts R_j / Σ a_j are very large there. They are "
-            "meant for layers after a ReLU: choose one, or set context_method='integrated_gradients' or 'gradient'",
-            stacklevel=2,
-        )

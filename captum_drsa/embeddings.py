@@ -9,7 +9,7 @@ R̂_k(e) = (U_kᵀφ(e))ᵀ(U_kᵀ[c]).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,9 +66,9 @@ class FromLayer(nn.Module):
         self._n_runs += self._is_forward
         if self._n_runs > 1:
             raise ValueError(
-                f"layer {self.layer_name!r} of the layer method runs more than once in a forward pass, so that it "
-                "has no single output; choose a layer that runs once, or explain one of the inputs that share it "
-                "with the others held constant"
+                f"layer {self.layer_name!r} of the layer method runs more than once in a forward pass, so "
+                "that it has no single output; choose a layer that runs once, or explain one of the inputs "
+                "that share it with the others held constant"
             )
         return self._output[0].clone()  # what follows may work in place
 
@@ -123,34 +123,29 @@ class AtInput:
     attributor : function
         The layer method and the network from the layer on ↦ its counterpart.
     has_baselines_of_inputs : bool
-        Whether its baselines are given as inputs, rather than as outputs of the layer.
-    names : mapping
-        Keywords that the counterpart knows by another name.
+        Whether its baselines are given as inputs, rather than as outputs of the layer, `layer_baselines`.
     """
 
     attributor: Callable[[Any, FromLayer], Attribution]
-    has_baselines_of_inputs: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
+    has_baselines_of_inputs: bool = True
 
     def options(self, network: FromLayer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the layer method as those of its counterpart."""
-        options = dict(given)
+        options = {"layer_baselines": "baselines", "layer_mask": "feature_mask"}
+        options = {options.get(name, name): value for name, value in given.items()}
         if options.pop("attribute_to_layer_input", False):
             raise ValueError(
-                "attribute_to_layer_input=True cannot be split into concepts; name the layer before, whose output "
-                "it is"
+                "attribute_to_layer_input=True cannot be split into concepts; name the layer before, whose "
+                "output it is"
             )
-        for theirs, ours in self.names.items():
-            if ours in options:
-                raise TypeError(f"this layer method takes {theirs}, of the layer's output, not {ours}")
-            if theirs in options:
-                options[ours] = options.pop(theirs)
-        if self.has_baselines_of_inputs:
-            options["baselines"] = self.baselines(network, options.get("baselines"))
+        if "baselines" in given and not self.has_baselines_of_inputs:
+            raise TypeError("this layer method takes layer_baselines, of the layer's output, not baselines")
+        if "baselines" in given:
+            options["baselines"] = self.baselines(network, given["baselines"])
         return options
 
     def baselines(self, network: FromLayer, given: Any) -> Any:
-        """Baselines of the layer's output, from those that the layer method takes."""
+        """Baselines of the layer's output, from those that the layer method takes; of inputs 0 by default."""
         if not self.has_baselines_of_inputs:
             return given
         own = network.original
@@ -165,6 +160,7 @@ class _SignedGradient(Saliency):  # type: ignore[misc]  # Captum is not typed fo
         return super().attribute(*args, abs=False, **options)
 
 
+# By name, not lambdas, so that wrappers can be pickled.
 def _path(method: Any, network: FromLayer) -> Attribution:
     return IntegratedGradients(network, method.multiplies_by_inputs)
 
@@ -181,7 +177,5 @@ def _ablation(method: Any, network: FromLayer) -> Attribution:
     return FeatureAblation(network)
 
 
-INTEGRATED_GRADIENTS = AtInput(_path, has_baselines_of_inputs=True)
-GRADIENT_X_ACTIVATION = AtInput(_gradient)
-DEEP_LIFT = AtInput(_deep_lift, has_baselines_of_inputs=True)
-FEATURE_ABLATION = AtInput(_ablation, names={"layer_baselines": "baselines", "layer_mask": "feature_mask"})
+PATH, GRADIENT, DEEP_LIFT = AtInput(_path), AtInput(_gradient), AtInput(_deep_lift)
+ABLATION = AtInput(_ablation, has_baselines_of_inputs=False)

@@ -35,19 +35,12 @@ from captum.attr import (
 from drsa_core import Subspaces, filter_context
 from drsa_core.checks import full_precision
 from drsa_core.contexts import ContextMethod, GradientContext, IntegratedGradientsContext
-from drsa_core.layer import Request, eager, gradients_at_inputs, replay_rng
+from drsa_core.layer import Request, eager, replay_rng
 from torch import Tensor, nn
 
-from ._captum import Network, call_forward, deep_lift_state, for_network
+from ._captum import Network, for_network
 from .contexts import LayerAttributionContext, LRPContext, ShapleyContext
-from .embeddings import (
-    DEEP_LIFT,
-    FEATURE_ABLATION,
-    GRADIENT_X_ACTIVATION,
-    INTEGRATED_GRADIENTS,
-    AtInput,
-    as_tensors,
-)
+from .embeddings import ABLATION, DEEP_LIFT, GRADIENT, PATH, AtInput, as_tensors
 
 # ---------------------------------------------------------------------- the relevance model
 
@@ -62,7 +55,7 @@ class RelevanceModel(Network):
         [c], held constant.
     subspaces : Subspaces
     has_concept_axis : bool
-        Whether the inputs come as (n, 1, …), see `explain_by_gradient`.
+        Whether the inputs come as (n, 1, …), see `by_gradient`.
     """
 
     def __init__(
@@ -72,17 +65,13 @@ class RelevanceModel(Network):
         # Methods that perturb take differences of outputs, of which half precision leaves a digit or two.
         context = context.detach().to(torch.promote_types(context.dtype, torch.float32))
         filtered = filter_context(context, subspaces, request.channel_dim)  # (K, N, …, D, …)
-        self._filtered = filtered.transpose(0, 1).flatten(2)  # (N, K, positions × D)
-
-    @property
-    def n_concepts(self) -> int:
-        """Number K of concepts."""
-        return int(self._filtered.shape[1])
+        self._filtered, self.n_concepts = filtered.transpose(0, 1).flatten(2), len(filtered)
 
     def of_example(self, i: int) -> RelevanceModel:
         """The relevance model of example i."""
         model = copy.copy(self)
-        model._request, model._filtered = (self.request.example(i),), self._filtered[i : i + 1]
+        Network.__init__(model, self.request.example(i), self._has_concept_axis)
+        model._filtered = self._filtered[i : i + 1]
         return model
 
     def read(self, args: tuple[Any, ...], example: Tensor) -> Tensor:
@@ -124,69 +113,36 @@ class RelevanceModel(Network):
 # ---------------------------------------------------------------------- step 2
 
 
-def explain_at_input(
+def by_known_gradient(
     method: Attribution, request: Request, gradients: tuple[Tensor, ...], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """K maps by a method that asks for one gradient at the input, which is known: shapes (N, K, …)."""
     attributor = copy.copy(method)
     attributor.gradient_func = lambda *args, **kwargs: gradients
-    maps: Any = attributor.attribute(_with_concept_axis(request.inputs), **options)
+    inputs = tuple(x.detach().unsqueeze(1).requires_grad_() for x in request.inputs)
+    maps: Any = attributor.attribute(inputs, **options)
     return tuple(m.detach() for m in maps)
 
 
-def explain_by_gradient(
-    method: Attribution, model: RelevanceModel, options: dict[str, Any]
-) -> tuple[Tensor, ...]:
+def by_gradient(method: Attribution, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """K maps by a gradient method, shapes (N, K, …): one forward pass for K backward passes.
 
     The inputs get an axis of size 1 for the concepts, and the attributor's `gradient_func` is replaced by one
     that returns gradients (n, K, …). Captum's own code for paths, steps, noise and baselines then broadcasts.
     """
-    attributor = for_network(method, model)
-    within_tunnels(attributor).gradient_func = _joint_gradients(model)
     if "baselines" in options:
         given = options["baselines"]
-        several = tuple(
-            b.unsqueeze(1) if isinstance(b, Tensor) else b
-            for b in (given if isinstance(given, tuple) else (given,))
-        )
-        options = {**options, "baselines": several if isinstance(given, tuple) else several[0]}
-    inputs = _with_concept_axis(model.request.inputs)
-    maps: Any = attributor.attribute(inputs, additional_forward_args=model.additional_args, **options)
+        every = given if isinstance(given, tuple) else (given,)
+        every = tuple(b.unsqueeze(1) if isinstance(b, Tensor) else b for b in every)
+        options = {**options, "baselines": every if isinstance(given, tuple) else every[0]}
+    inputs = tuple(x.detach().unsqueeze(1).requires_grad_() for x in model.request.inputs)
+    maps: Any = for_network(method, model, has_concepts=True).attribute(
+        inputs, additional_forward_args=model.additional_args, **options
+    )
     return tuple(m.detach() for m in maps)
 
 
-def _with_concept_axis(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.detach().unsqueeze(1).requires_grad_() for x in inputs)
-
-
-def _joint_gradients(model: RelevanceModel) -> Callable[..., tuple[Tensor, ...]]:
-    """A replacement for Captum's gradient function: gradients of all R̂_k, shapes (n, K, …)."""
-
-    def gradient_func(
-        forward_fn: Callable[..., Any],
-        inputs: tuple[Tensor, ...],
-        target_ind: object = None,
-        additional_forward_args: object = None,
-    ) -> tuple[Tensor, ...]:
-        gradients = []
-        with torch.enable_grad():
-            relevance = call_forward(forward_fn, inputs, additional_forward_args)
-            restore = deep_lift_state(model)
-            for k, of_concept in enumerate(relevance.unbind(1)):
-                restore()
-                is_last = k + 1 == model.n_concepts
-                gradients.append(
-                    gradients_at_inputs(
-                        of_concept.sum(), inputs, model.request.layer_name, retain_graph=not is_last
-                    )
-                )
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
-
-    return gradient_func
-
-
-def explain_by_perturbation(
+def by_perturbation(
     method: Attribution, model: RelevanceModel, options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """K maps by a method that perturbs the input, shapes (N, K, …): one run, as the output is (n, K)."""
@@ -197,7 +153,7 @@ def explain_by_perturbation(
     if isinstance(method, FeatureAblation) and len(request) > 1 and of_examples:
         # With several outputs Captum's ablation takes one mask for all examples.
         parts = [
-            explain_by_perturbation(
+            by_perturbation(
                 method, model.of_example(i), {key: _rows(v, request.inputs, i) for key, v in options.items()}
             )
             for i in range(len(request))
@@ -227,9 +183,7 @@ def _rows(value: Any, inputs: tuple[Tensor, ...], i: int) -> Any:
     return rows if isinstance(value, tuple) else rows[0]
 
 
-def explain_by_surrogate(
-    method: Attribution, model: RelevanceModel, options: dict[str, Any]
-) -> tuple[Tensor, ...]:
+def by_surrogate(method: Attribution, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """K maps by a method that fits a surrogate to one output (KernelShap), shapes (N, K, …).
 
     The network runs for the first concept only: the others begin with the same random numbers, so that they
@@ -304,45 +258,28 @@ class Method:
     @property
     def fits_a_tunnel(self) -> bool:
         """Whether the method may stand inside a `NoiseTunnel`, which puts noise on the input."""
-        return self.explain is explain_by_gradient and self.at_input is None
+        return self.explain is by_gradient and self.at_input is None
 
 
 # Subclasses stand before the classes that they come from.
 METHODS = (
-    Method(IntegratedGradients, explain_by_gradient, IntegratedGradientsContext),
-    Method(InputXGradient, explain_by_gradient, GradientContext, in_one_pass=True),
-    Method(Saliency, explain_by_gradient, GradientContext, in_one_pass=True),
-    Method(GradientShap, explain_by_gradient, GradientContext, draws_baselines=True),
-    Method(DeepLiftShap, explain_by_gradient, GradientContext, draws_baselines=True),
-    Method(DeepLift, explain_by_gradient, GradientContext),
+    Method(IntegratedGradients, by_gradient, IntegratedGradientsContext),
+    Method(InputXGradient, by_gradient, GradientContext, in_one_pass=True),
+    Method(Saliency, by_gradient, GradientContext, in_one_pass=True),
+    Method(GradientShap, by_gradient, GradientContext, draws_baselines=True),
+    Method(DeepLiftShap, by_gradient, GradientContext, draws_baselines=True),
+    Method(DeepLift, by_gradient, GradientContext),
     Method(LRP, None, LRPContext),
-    Method(ShapleyValues, explain_by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(ShapleyValueSampling, explain_by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(Occlusion, explain_by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(FeatureAblation, explain_by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(KernelShap, explain_by_surrogate, ShapleyContext, needs_gradient=False),
-    Method(Lime, explain_by_surrogate, ShapleyContext, needs_gradient=False),
-    Method(
-        LayerIntegratedGradients,
-        explain_by_gradient,
-        IntegratedGradientsContext,
-        at_input=INTEGRATED_GRADIENTS,
-    ),
-    Method(
-        LayerGradientXActivation,
-        explain_by_gradient,
-        GradientContext,
-        in_one_pass=True,
-        at_input=GRADIENT_X_ACTIVATION,
-    ),
-    Method(LayerDeepLift, explain_by_gradient, GradientContext, at_input=DEEP_LIFT),
-    Method(
-        LayerFeatureAblation,
-        explain_by_perturbation,
-        ShapleyContext,
-        needs_gradient=False,
-        at_input=FEATURE_ABLATION,
-    ),
+    Method(ShapleyValues, by_perturbation, ShapleyContext, needs_gradient=False),
+    Method(ShapleyValueSampling, by_perturbation, ShapleyContext, needs_gradient=False),
+    Method(Occlusion, by_perturbation, ShapleyContext, needs_gradient=False),
+    Method(FeatureAblation, by_perturbation, ShapleyContext, needs_gradient=False),
+    Method(KernelShap, by_surrogate, ShapleyContext, needs_gradient=False),
+    Method(Lime, by_surrogate, ShapleyContext, needs_gradient=False),
+    Method(LayerIntegratedGradients, by_gradient, IntegratedGradientsContext, at_input=PATH),
+    Method(LayerGradientXActivation, by_gradient, GradientContext, in_one_pass=True, at_input=GRADIENT),
+    Method(LayerDeepLift, by_gradient, GradientContext, at_input=DEEP_LIFT),
+    Method(LayerFeatureAblation, by_perturbation, ShapleyContext, needs_gradient=False, at_input=ABLATION),
 )
 
 
@@ -362,8 +299,8 @@ def record_of(method: object) -> Method:
     tunnels = [record.kind.__name__ for record in METHODS if record.fits_a_tunnel]
     others = [record.kind.__name__ for record in METHODS if not record.fits_a_tunnel]
     raise TypeError(
-        f"{name} cannot be split into concepts. These can: {', '.join(tunnels)}, NoiseTunnel around one of those; "
-        f"{', '.join(others)}{hint}"
+        f"{name} cannot be split into concepts. These can: {', '.join(tunnels)}, NoiseTunnel around one of "
+        f"those; {', '.join(others)}{hint}"
     )
 
 
@@ -377,40 +314,36 @@ def choose_context(
 
     `model` is the module that the attribution method explains, or whose bound method it explains, or None.
     """
-    explained = method.forward_func
-    is_bound = model is not None and not isinstance(explained, nn.Module)
+    # A bound method may be another function of the model than the one that LRP and layer attributors explain.
+    is_bound = model is not None and not isinstance(method.forward_func, nn.Module)
     if choice is None:
         context = record_of(method).context
         return context(within_tunnels(method)) if context is LRPContext else context()
-    if isinstance(choice, LayerAttribution):
-        if choice.layer is not layer or (is_bound and choice.forward_func != explained):
-            raise ValueError(
-                f"context_method {type(choice).__name__} was made for another model or layer; make it with the model "
-                "and the layer that are explained"
-            )
-        return LayerAttributionContext(choice)
     if choice == "lrp" and model is not None and not is_bound:
         return LRPContext(LRP(model))
-    if (
-        isinstance(choice, LRPContext)
-        and model is not None
-        and (is_bound or eager(choice.method.model) is not model)
-    ):
-        raise ValueError("context_method LRPContext was made for another model than the one explained")
-    by_name: dict[object, ContextMethod] = {
-        "gradient": GradientContext(),
-        "integrated_gradients": IntegratedGradientsContext(),
-        "shapley": ShapleyContext(),
-    }
-    if isinstance(choice, str) and choice in by_name:
-        return by_name[choice]
-    if callable(choice) and not isinstance(choice, type):
-        return choice
-    raise ValueError(
-        "context_method must be one of 'gradient', 'integrated_gradients', 'shapley' and (if the attributor wraps a "
-        "module, not one of its methods) 'lrp', a context object such as ShapleyContext(n_samples=100), or a Captum "
-        f"layer attributor, got {choice!r}"
-    )
+    if isinstance(choice, LayerAttribution):
+        is_other = choice.layer is not layer or (is_bound and choice.forward_func != method.forward_func)
+        context_method: Any = LayerAttributionContext(choice)
+    elif isinstance(choice, LRPContext):
+        is_other = model is not None and (is_bound or eager(choice.method.model) is not model)
+        context_method = choice
+    else:
+        by_name = {"gradient": GradientContext, "integrated_gradients": IntegratedGradientsContext}
+        if isinstance(choice, str) and choice in (*by_name, "shapley"):
+            return by_name.get(choice, ShapleyContext)()
+        if not callable(choice) or isinstance(choice, type):
+            raise ValueError(
+                "context_method must be one of 'gradient', 'integrated_gradients', 'shapley' and (if the "
+                "attributor wraps a module, not one of its methods) 'lrp', a context object such as "
+                f"ShapleyContext(n_samples=100), or a Captum layer attributor, got {choice!r}"
+            )
+        is_other, context_method = False, choice
+    if is_other:
+        raise ValueError(
+            f"context_method {type(choice).__name__} was made for another model, method of it or layer; make "
+            "it with the model and the layer that are explained"
+        )
+    return context_method
 
 
 # ---------------------------------------------------------------------- feature masks

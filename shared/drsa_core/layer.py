@@ -415,7 +415,8 @@ class Split:
         with torch.enable_grad():
             with request.running(self._cut) as self.output:
                 pass
-            if activation is None and request.refuse_tokens_first(self._cut.below):
+            is_ambiguous = self._cut.below.ndim == 3 and activation is None
+            if is_ambiguous and request.refuse_tokens_first(self._cut.below):
                 with request.running(self._cut) as self.output:  # hooks hold what the last run left them
                     pass
             explained = request.scores(self.output).sum() if start is None else self.output
