@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from drsa_core import Explanation, Losses, Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.checks import as_int
@@ -30,8 +31,15 @@ from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad, constant
 from zennit.core import Composite
 
-from ._zennit import describe_canonizers, describe_method, has_rule, holds_relevance
-from .composites import SubspaceFilter, check_signal, register, unregister
+from ._zennit import (
+    describe_canonizers,
+    describe_method,
+    has_rule,
+    holds_relevance,
+    register,
+    unregister,
+)
+from .composites import SubspaceFilter, check_signal
 from .doctor import validate
 from .kept import KeptRelevance, keeps_relevance
 from .outputs import (
@@ -46,7 +54,7 @@ from .outputs import (
     targets_in,
     terms_of_score,
 )
-from .shared_passes import check_differentiable, has_nonlinear_rules, shared_forwards, skipped_gradients
+from .shared_passes import check_differentiable, has_nonlinear_rules, shared_passes
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         self.validated = validated
         self._registered: restored | None = None
         self._fingerprint: str | None = None
+        self._compared: tuple[Any, ...] | None = None  # the use that was last found to fit the subspaces
 
     # ------------------------------------------------------------------ as Zennit's attributors are called
 
@@ -283,32 +292,33 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         return self._filtered(x, start)
 
     def _filtered(self, x: Tensor, start: AttrOutput) -> _Attribution:
-        """Zennit's attributor with every gradient that it asks for filtered by concept (section 3)."""
-        if isinstance(self.attributor, SmoothGrad):
-            refuse_noise_on_padding(self.model, x)
-        last: list[Split] = []
+        """Every gradient that Zennit's attributor asks for, filtered by concept (section 3)."""
+        split: Split | None = None
 
         def gradient(point: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
+            nonlocal split
             split, maps = self._filtered_gradient(point, start)
-            last[:] = [split]
             return split.output, maps
 
-        output, maps = _by_concept(self.attributor, gradient, self._fitted().n_subspaces, x, start)
-        split = last[0]
+        if type(self.attributor) is Gradient:
+            split, maps = self._filtered_gradient(x, start)
+            maps = maps.movedim(0, 1)
+        else:
+            if isinstance(self.attributor, SmoothGrad):
+                refuse_noise_on_padding(self.model, x)
+            maps = _by_concept(self.attributor, gradient, self._fitted().n_subspaces, x, start)
+            assert split is not None, "an attributor asks for a gradient, the last time at the input"
         keeps_graph = self.attributor.create_graph or self.attributor.retain_graph
-        output = output if keeps_graph else output.detach()
+        output = split.output if keeps_graph else split.output.detach()
         return _Attribution(output, split.activation, split.context.detach(), split.lost, split.around, maps)
 
     def _filtered_gradient(self, point: Tensor, start: AttrOutput) -> tuple[Split, Tensor]:
         """The forward pass at a point, and what arrives there through each block, shape (K, N, *input)."""
-        create_graph, hooks = bool(self.attributor.create_graph), list(self.composite.hook_refs)
+        create_graph, hooks = bool(self.attributor.create_graph), self.composite.hook_refs
         if create_graph:
             check_differentiable(hooks)
-        with ExitStack() as stack:
-            if not create_graph:
-                stack.enter_context(skipped_gradients(self.model))
+        with shared_passes(self.model, create_graph) as start_pass:
             split = self._split(point, start, create_graph)
-            start_pass = stack.enter_context(shared_forwards(hooks))
             if has_nonlinear_rules(hooks):  # whose signs are those of the whole
                 start_pass()
                 split.below(split.arriving)
@@ -331,7 +341,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
 
         def gradient(point: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
             point = point.detach().requires_grad_()
-            with torch.enable_grad(), shared_forwards(hooks) as start_pass:
+            with torch.enable_grad(), shared_passes(self.model) as start_pass:
                 activation = self._request(point, None).activation()
                 if has_nonlinear_rules(hooks):
                     start_pass()
@@ -342,7 +352,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
                     maps.append(self._below(activation, point, part))
             return step.output, torch.stack(maps)
 
-        _, maps = _by_concept(self.attributor, gradient, self._fitted().n_subspaces, x, start)
+        maps = _by_concept(self.attributor, gradient, self._fitted().n_subspaces, x, start)
         return _Attribution(step.output, step.activation, step.context, step.lost, step.around, maps)
 
     def _below(self, activation: Tensor, point: Tensor, cotangent: Tensor) -> Tensor:
@@ -395,7 +405,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         """The model's output, the activation a, its context c, and what concept maps cannot hold."""
         if self._perturbs and not self._passes_relevance:
             start = gradient_of_score(start)
-        with skipped_gradients(self.model):
+        with shared_passes(self.model):
             split = self._split(x, start)
         activation, context = split.activation, split.context.detach()
         if self._integrates_context:
@@ -496,15 +506,18 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
 
         A target is compared as such, an `attr_output` by the outputs that it starts from.
         """
-        if self._fitted().provenance is None:
-            return
         if target is None or is_float(target) or (callable(target) and is_attr_output(target, output)):
             target = targets_in(start(output))
-        self._check_use(target, x)
+        named = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
+        used = (self.subspaces, self._fingerprint, named if callable(named) else repr(named))
+        if used != self._compared:
+            self._check_use(target, x)
+            self._compared = used
 
     def _check_finite(self, values: tuple[Tensor, ...], x: Tensor, start: AttrOutput) -> None:
-        if not all(bool(torch.isfinite(value).all()) for value in values):
-            raise ValueError(f"the relevance is not finite: {first_nonfinite(self.model, x, start)}")
+        for value in values:
+            if not torch.isfinite(value).all():
+                raise ValueError(f"the relevance is not finite: {first_nonfinite(self.model, x, start)}")
 
 
 def collect(
@@ -554,8 +567,8 @@ def _by_concept(
     n_concepts: int,
     x: Tensor,
     start: AttrOutput,
-) -> tuple[Tensor, Tensor]:
-    """Run an attributor's own `forward` for each concept; output and maps (N, K, *input).
+) -> Tensor:
+    """Maps (N, K, *input) by an attributor's own `forward`, run for each concept.
 
     The gradients (K, N, *input) of all concepts are found in the first run and handed out again in the
     others, which draw the same random numbers. Methods of a subclass run as its author wrote them: `grad` of
@@ -578,7 +591,7 @@ def _by_concept(
         with replay_rng([x], k + 1 < n_concepts):
             _, of_concept = copied.forward(x, start)
         maps.append(of_concept)
-    return found[-1][0], torch.stack(maps, dim=1)
+    return torch.stack(maps, dim=1)
 
 
 def _of_concept(found: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,13 +70,7 @@ class IntegratedGradientsContext:
         score, activation = request.scores(split.output).detach(), split.activation
         del split
         errors: list[float] = []
-
-        def integrate(upper: UpperNetwork, a: Tensor) -> Tensor:
-            context, error = self._integrate(upper, a)
-            errors.append(error)
-            return context.to(a.dtype)
-
-        context = contexts_by_example(request, activation, score, integrate)
+        context = contexts_by_example(request, activation, score, partial(self._integrate, errors))
         if max(errors) > (TOLERANCE if self.n_steps is None else 0.1):
             warnings.warn(
                 f"the path integral above layer {request.layer_name!r} is off by {max(errors):.0%}; take "
@@ -85,12 +80,13 @@ class IntegratedGradientsContext:
             )
         return activation, context
 
-    def _integrate(self, upper: UpperNetwork, activation: Tensor) -> tuple[Tensor, float]:
-        """Context (1, …, D, …) of one example, and by how much it is off."""
+    def _integrate(self, errors: list[float], upper: UpperNetwork, activation: Tensor) -> Tensor:
+        """Context (1, …, D, …) of one example; `errors` takes by how much it is off."""
         if self.n_steps is not None:
             points, weights = gauss_legendre(self.n_steps)
             context = self._sums(upper, activation, points, weights[None])[0]
-            return context, _missed(activation, context, upper)
+            errors.append(_missed(activation, context, upper))
+            return context.to(activation.dtype)
         levels, sums = nested_levels(FIRST_LEVEL, N_LEVELS), None
         before, error = torch.zeros_like(activation), math.inf
         for number, (points, weights) in enumerate(levels):
@@ -103,7 +99,8 @@ class IntegratedGradientsContext:
             if error <= TOLERANCE or not math.isfinite(error):
                 break
             before = sums[0]
-        return (before if sums is None else sums[0]), error
+        errors.append(error)
+        return (before if sums is None else sums[0]).to(activation.dtype)
 
     def _sums(self, upper: UpperNetwork, activation: Tensor, points: Array, weights: Array) -> Tensor:
         """Σ_i w_li ∂y/∂a at t_i a, shape (L, 1, …, D, …), for points (n,) and weights (L, n)."""
@@ -240,6 +237,7 @@ def fejer(n_points: int) -> tuple[Array, Array]:
     return (1 + np.cos(angles)) / 2, 2 * np.sin(angles) * series / (n_points + 1)
 
 
+@cache
 def nested_levels(first: int, n_levels: int) -> list[tuple[Array, Array]]:
     """Fejér's rules of 2^first − 1 points and n_levels − 1 times twice as many and one.
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .collect import collect_pairs
+from .collection import collect_pairs
 from .distributed import ALONE, Ranks
 from .drsa import DRSA
 from .layer import Inputs, Request, check_fits, copies, sum_over_positions
@@ -84,11 +84,11 @@ class Explainer(ABC):
             with request.running(change) as output:
                 return request.scores(output)
 
-    def _n_outputs(self, inputs: Inputs) -> int | None:
+    def _n_outputs(self, inputs: Inputs, args: tuple[Any, ...] = ()) -> int | None:
         """Number of the model's outputs; None if its output is not (n, n_outputs)."""
         with self._session(), restored(self._known_model()), torch.no_grad():
             request = self._request(inputs, None)
-            output = request.forward(*copies((*request.inputs, *request.args)))
+            output = request.forward(*copies((*request.inputs, *request.args, *args)))
         return output.shape[1] if isinstance(output, Tensor) and output.ndim == 2 else None
 
     # ------------------------------------------------------------------ learning the concepts
@@ -192,14 +192,14 @@ class Explainer(ABC):
     def _used_for(self, target: TargetDescription) -> Provenance:
         return Provenance(**self._origin(), channel_dim=self.channel_dim, target=target)
 
-    def _check_use(self, target: Target, inputs: Inputs) -> None:
+    def _check_use(self, target: Target, inputs: Inputs, args: tuple[Any, ...] = ()) -> None:
         """Compare what the subspaces were learned for with what they are used for."""
         made = self._fitted().provenance
         if made is None:
             return
         used = self._used_for(describe_target(target, tuple_is_index=True))
         if made.target != used.target and (made.counts_from_the_end or used.counts_from_the_end):
-            n = self._n_outputs(inputs)  # negative targets count from the end
+            n = self._n_outputs(inputs, args)  # negative targets count from the end
             made, used = made.with_outputs(n), used.with_outputs(n)
         check_provenance(made, used, "subspaces", self.strict, 6)
 

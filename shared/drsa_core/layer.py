@@ -177,6 +177,14 @@ class Request:
             handle.remove()
         raise ValueError(self._not_reached())
 
+    def refuse_tokens_first(self, activation: Tensor) -> bool:
+        """Whether (N, T, D) could as well be (T, N, D): an error if it is, by a run of one example."""
+        if activation.ndim != 3 or len(self) == 1 or activation.shape[1] != len(self):
+            return False
+        with torch.no_grad():
+            self.example(0).activation()
+        return True
+
     def _checked(self, output: object, n_examples: int, needs_graph: bool) -> Tensor:
         if needs_graph and not torch.is_grad_enabled():
             raise ValueError(
@@ -403,9 +411,14 @@ class Split:
         self._inputs = tuple(x for x in inputs if x.is_floating_point())
         self._name, self._create_graph = request.layer_name, create_graph
         self._cut = Cut(is_connected=create_graph)
+        request = replace(request, inputs=inputs)
         with torch.enable_grad():
-            with replace(request, inputs=inputs).running(self._cut) as self.output:
+            with request.running(self._cut) as self.output:
                 pass
+            is_ambiguous = self._cut.below.ndim == 3 and activation is None
+            if is_ambiguous and request.refuse_tokens_first(self._cut.below):
+                with request.running(self._cut) as self.output:  # hooks hold what the last run left them
+                    pass
             explained = request.scores(self.output).sum() if start is None else self.output
             sources = (self._cut.above, *(() if create_graph else self._inputs))
             slot = None if start is None else start(self.output)
@@ -468,13 +481,16 @@ def gradients_at_inputs(
     retain_graph: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of the layer's output at the inputs, or an error that says why there are none."""
-    found = _gradients(outputs, inputs, cotangent, create_graph, retain_graph)
-    if any(gradient is None for gradient in found):
-        raise ValueError(
-            f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all inputs, "
-            "pass the others as additional_forward_args, or wrap a perturbation method, which needs none"
-        )
-    return tuple(gradient for gradient in found if gradient is not None)
+    found = []
+    for gradient in _gradients(outputs, inputs, cotangent, create_graph, retain_graph):
+        if gradient is None:
+            raise ValueError(
+                f"no gradient flows from layer {layer_name!r} to every input: choose a layer above all "
+                "inputs, pass the others as additional_forward_args, or wrap a perturbation method, which "
+                "needs none"
+            )
+        found.append(gradient)
+    return tuple(found)
 
 
 def _gradients(

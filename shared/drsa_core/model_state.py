@@ -26,11 +26,15 @@ _HOOKS = tuple(
 )
 # Rules and canonizers replace these attributes of a module, and hide parameters behind attributes of their
 # names.
-_ATTRIBUTES = ("forward", "eps", "_is_full_backward_hook", "_compiled_call_impl")
+_ATTRIBUTES = ("forward", "eps", "training", "_is_full_backward_hook", "_compiled_call_impl")
 _MISSING = object()
 # One lock per model. On the model it would be copied and saved with it.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
+# PyTorch's fused attention leaves out the hooks on modules inside. It is one switch for the whole process,
+# off as long as any context is entered; and whether it was on before.
+_entered: set[int] = set()
+_was_fused = True
 _held: set[CodeType] = set()
 
 
@@ -74,6 +78,7 @@ class restored:
 
     @held_back
     def __enter__(self) -> nn.Module:
+        global _was_fused
         # Python runs signal handlers in the main thread only; without a Python handler no exception can come.
         previous = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and callable(previous):
@@ -85,6 +90,11 @@ class restored:
             while self._lock is None and not self._is_pending:
                 self._lock = lock if lock.acquire(timeout=0.1) else None
             if not self._is_pending:
+                with _locks_lock:
+                    if not _entered:
+                        _was_fused = torch.backends.mha.get_fastpath_enabled()
+                        torch.backends.mha.set_fastpath_enabled(False)
+                    _entered.add(id(self))
                 self._note()
                 self._is_noted = True
                 if self._enter is not None:
@@ -113,6 +123,10 @@ class restored:
         finally:
             if self._is_noted:
                 self._put_back()
+            with _locks_lock:
+                if _entered == {id(self)}:
+                    torch.backends.mha.set_fastpath_enabled(_was_fused)
+                _entered.discard(id(self))
             if self._lock is not None:
                 self._lock.release()
             if self._is_on and signal.getsignal(signal.SIGINT) == self._handle:

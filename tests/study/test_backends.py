@@ -1,0 +1,147 @@
+"""Backends by name on a small network: what they take, and that their maps add up."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("captum")
+pytest.importorskip("zennit")
+from captum.attr import IntegratedGradients
+from drsa_audit import Network, find_classes, make_backend, relevance_at
+from drsa_audit.concepts import take_out
+from drsa_core import Pairs, PairStore, ProvenanceWarning, Subspaces
+from drsa_core.evaluation import Preprocessing
+from study.checks import check_by_ablation
+from study.experiment import Evaluation, Experiment
+from study.jobs import learned_job
+from zennit.composites import EpsilonPlus
+
+from tests.audit.photos import random_photos
+
+
+@pytest.fixture
+def network() -> Network:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 6, 4, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3),
+            nn.ReLU(),
+            nn.Flatten(1),
+            nn.LazyLinear(4),
+        )
+        model(torch.zeros(1, 3, 32, 32))
+    return Network(model.eval(), 32, Preprocessing.from_mean_std(0.5, 0.25), "1", lambda layer: EpsilonPlus())
+
+
+def images(n: int = 2) -> Tensor:
+    return torch.rand(n, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """The steps of every Integrated Gradients on the input."""
+    found: list[int] = []
+    attribute = IntegratedGradients.attribute
+
+    def recorded(self, *args, **kwargs):
+        found.append(kwargs.get("n_steps", 50))
+        return attribute(self, *args, **kwargs)
+
+    monkeypatch.setattr(IntegratedGradients, "attribute", recorded)
+    return found
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(None, 10), (3, 3)])
+def test_samples_are_the_steps_of_integrated_gradients(network, steps, samples, expected) -> None:
+    x = images()
+    maps = make_backend("ig", network, "1", samples).attribute(x, 2)
+    assert steps == [expected]
+    by_hand = IntegratedGradients(network.model).attribute(x, target=2, n_steps=expected)
+    assert torch.equal(maps, by_hand)
+
+
+def test_samples_reach_the_attributions_of_an_experiment(tmp_path, network, steps) -> None:
+    classes = find_classes(random_photos(tmp_path / "data", ["001_a"], 1, 2))
+    experiment = Experiment(network, tmp_path / "out", {}, Evaluation(fill="constant", patch_size=8))
+    (record,) = experiment.run_attributions(["ig"], classes, 7)
+    assert steps == [7]
+    assert record["method"] == "ig"
+
+
+@pytest.mark.parametrize("name", ["lrp", "gxi", "ig", "shapley"])
+def test_pairs_and_maps(tmp_path, network, name: str) -> None:
+    backend = make_backend(name, network, "1", 2)
+    batches = list(images(4).split(2))
+    pairs = backend.collect(batches, 1, 5, 0, PairStore(tmp_path))
+    assert pairs.a.shape == (20, 6)
+    subspaces = Subspaces(torch.eye(6), [2, 4])
+    maps, whole = backend.explain(batches[0], 1, subspaces), backend.attribute(batches[0], 1)
+    assert maps.shape == (2, 2, 3, 32, 32)
+    assert whole.shape == (2, 3, 32, 32)
+    if name in ("lrp", "gxi"):  # the others hold the context constant (Note B), so that maps may differ
+        assert float((maps.sum(1) - whole).abs().max()) <= 1e-5 * float(whole.abs().max())
+    again = backend.explain(batches[0], 1, subspaces)
+    assert torch.equal(again, maps)  # also of methods that sample
+    assert torch.equal(backend.collect(batches, 1, 5, 0, PairStore(tmp_path / "other")).c, pairs.c)
+
+
+def test_shapley_contexts_of_a_collection_that_goes_on_are_the_same(tmp_path, network) -> None:
+    backend, batches = make_backend("shapley", network, "1", 2), list(images(6).split(2))
+    whole = backend.collect(batches, 1, 5, 0, PairStore(tmp_path / "whole"))
+    backend.collect(batches[:1], 1, 5, 0, PairStore(tmp_path / "parts"))  # interrupted
+    again = backend.collect(batches, 1, 5, 0, PairStore(tmp_path / "parts"))
+    assert torch.equal(whole.c, again.c)
+    other = backend.collect(batches, 1, 5, 7, PairStore(tmp_path / "seed"))
+    assert not torch.equal(whole.c.sort(0).values, other.c.sort(0).values)
+
+
+def test_shapley_ablations_are_the_same_in_every_run(tmp_path, network) -> None:
+    classes = find_classes(random_photos(tmp_path / "data", ["001_a"], 2, 2))
+    backend, job = make_backend("shapley", network, "1", 2), learned_job("drsa", 2, 0)
+    found = []
+    for run in range(2):
+        experiment = Experiment(network, tmp_path / f"out{run}", {}, Evaluation(), say=lambda line: None)
+        (record,) = check_by_ablation(experiment, "1", backend, classes, [job])
+        found.append(record["relevance"])
+    assert found[0] == found[1]
+    subspaces = experiment.subspaces("1", backend, classes[0], job)
+    session: Any = SimpleNamespace(target=SimpleNamespace(output=1), batch_size=2, backend=backend)
+    one, two = (take_out(session, images(4), subspaces, None) for _ in range(2))
+    assert one == two
+
+
+def test_wrong_names_and_numbers_are_refused(network) -> None:
+    with pytest.raises(ValueError, match="backend must be one of lrp, gxi, ig, shapley, got 'LRP'"):
+        make_backend("LRP", network, "1")
+    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+        make_backend("ig", network, "1", 0)
+
+
+def test_relevance_starts_as_the_output() -> None:
+    output = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert relevance_at(1)(output).tolist() == [[0, 2, 0], [0, 5, 0]]
+    assert relevance_at([0, 2])(output).tolist() == [[1, 0, 0], [0, 0, 6]]
+    assert relevance_at(lambda y: y[:, 0] - y[:, 2])(output).tolist() == [[1, 0, -3], [4, 0, -6]]
+
+
+def test_subspaces_of_an_experiment_know_how_they_were_learned(tmp_path, network) -> None:
+    (images_of_class,) = find_classes(random_photos(tmp_path / "data", ["001_a"], 2, 1))
+    experiment = Experiment(network, tmp_path / "out", {}, Evaluation(fill="constant"))
+    lrp = make_backend("lrp", network, "1")
+    subspaces = experiment.subspaces("1", lrp, images_of_class, learned_job("drsa", 2, 0))
+    assert subspaces.provenance is not None
+    assert (subspaces.provenance.layer, subspaces.provenance.target) == ("1", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ProvenanceWarning)
+        lrp.explain(images(), 1, subspaces)
+    with pytest.warns(ProvenanceWarning, match="method: 'LRP"):
+        make_backend("gxi", network, "1").explain(images(), 1, subspaces)
+    assert isinstance(experiment.pairs("1", lrp, images_of_class), Pairs)
