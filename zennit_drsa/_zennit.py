@@ -326,8 +326,8 @@ def register(composite: Composite, model: nn.Module) -> None:
         )
     statistics = running_statistics(model)
     composite.register(model)
-    exact_norms(model, statistics)
-    positional_inputs({module: None for module, _ in hooks_by_module(model)})
+    composite.handles.extend(exact_norms(model, statistics))
+    composite.handles.extend(positional_inputs({module: None for module, _ in hooks_by_module(model)}))
 
 
 def unregister(composite: Composite) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from zennit.core import BasicHook, Hook
 from zennit.rules import ReLUBetaSmooth, ReLUGuidedBackprop
 
@@ -72,7 +73,7 @@ def shared_passes(model: nn.Module, create_graph: bool = False) -> Iterator[Call
             if not create_graph and replaces_gradient(hook):
                 vars(hook)["pre_backward"] = partial(_store, hook)
                 stack.callback(vars(hook).pop, "pre_backward", None)
-                stack.callback(module.register_forward_hook(partial(_cut, hook)).remove)
+                stack.callback(_registered_behind(hook, module, partial(_cut, hook)).remove)
             stack.callback(vars(hook).pop, "backward", None)
         yield start_pass
 
@@ -96,6 +97,16 @@ def check_differentiable(hooks: Iterable[Hook]) -> None:
 def _store(hook: Hook, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> None:
     if grad_output[0] is not None:  # else `_cut` has stored it
         hook.stored_tensors["grad_output"] = grad_output
+
+
+def _registered_behind(hook: Hook, module: nn.Module, function: Callable[..., None]) -> RemovableHandle:
+    """A forward hook behind those of a rule, and before what a user's own hooks make of the output."""
+    before = list(module._forward_hooks.items())
+    last = max(i for i, (_, other) in enumerate(before) if getattr(other, "__self__", None) is hook)
+    handle = module.register_forward_hook(function)
+    for key, _ in before[last + 1 :]:
+        module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
+    return handle
 
 
 def _cut(hook: Hook, module: nn.Module, args: Any, output: Any) -> None:
