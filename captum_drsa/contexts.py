@@ -164,18 +164,14 @@ class LRPContext:
 
 
 def lrp_split(method: LRP, request: Request, verbose: bool = False) -> tuple[Split, Tensor]:
-    """The pass under Captum's rules, cut at the layer, and the output of the model itself.
-
-    To be used inside `restored`: the rules stay on the model until that is left.
-    """
+    """The pass under Captum's rules, cut at the layer, and the model's own output; inside `restored`."""
     if not all(x.is_floating_point() for x in request.inputs):
         raise TypeError(
             "Captum's LRP needs floating-point inputs, and has no contexts for token numbers; use "
             "context_method='gradient' or 'integrated_gradients'"
         )
     output, activation = lrp_rules_in_force(method, request, verbose)
-    # Relevance at the output: itself at the target and 0 elsewhere for an index, the one minus the other for a
-    # difference of logits.
+    # Relevance at the output: that itself at an index and 0 elsewhere; the one minus the other for y₁ − y₂.
     start = output * gradient_at_output(output, request.target, len(request))
     try:
         return Split(request, start=lambda _: start, passes_relevance=True, activation=activation), output
@@ -192,8 +188,7 @@ def lrp_split(method: LRP, request: Request, verbose: bool = False) -> tuple[Spl
 def bare_pass(request: Request) -> tuple[Tensor, Tensor, float | None]:
     """Activation (N, …, D, …), score (N,), and the share of the gradient that goes around the layer.
 
-    A method without gradients cannot see that share; there is a warning if it is large. None for models that
-    cannot be differentiated.
+    None for models that cannot be differentiated.
     """
     if all(x.is_floating_point() for x in request.inputs):
         try:
