@@ -17,9 +17,9 @@ from drsa_core.checks import as_int, check_finite
 from drsa_core.contexts import ContextMethod, GradientContext
 from drsa_core.distributed import ALONE, Ranks
 from drsa_core.explainer import Explainer, as_subspaces, refuse_noise_on_padding, single_input
-from drsa_core.fingerprint import function_digest
 from drsa_core.layer import Inputs, Request, Split, check_fits, eager, find_layer, warn_of_training
 from drsa_core.model_state import restored
+from drsa_core.provenance import describe_function
 from drsa_core.targets import Target, as_listed
 from torch import Tensor, nn
 
@@ -477,7 +477,7 @@ class DisentangledAttribution(attr.Attribution, Explainer):  # type: ignore[misc
         is_function = not hasattr(type(method), "__dataclass_fields__")
         return {
             "backend": "captum",
-            "method": f"function {function_digest(method)}" if is_function else repr(method),
+            "method": f"function {describe_function(method)}" if is_function else repr(method),
             "layer": self.layer_name,
             "model": None if self._model is None else model_fingerprint(self._model),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -10,9 +9,9 @@ import torch
 from captum.attr import LRP, LayerAttribution, PerturbationAttribution, ShapleyValueSampling
 from drsa_core import context_from_relevance, lost_relevance
 from drsa_core.contexts import UpperNetwork, contexts_by_example, rows_per_run
-from drsa_core.fingerprint import feed
 from drsa_core.layer import TOLERANCE, Cut, Request, Split, eager, warn_of_loss
 from drsa_core.model_state import restored
+from drsa_core.provenance import content_digest
 from drsa_core.targets import gradient_at_output
 from torch import Tensor, nn
 
@@ -147,12 +146,12 @@ class LRPContext:
     method: LRP
 
     def __repr__(self) -> str:
-        digest, kinds = hashlib.sha256(), []
+        parts, kinds = [], []
         for name, rule in rules_on(eager(self.method.model)):
             settings = {k: v for k, v in vars(rule).items() if isinstance(v, bool | int | float | str | None)}
-            feed(digest, [name, type(rule).__qualname__, settings])
+            parts.append([name, type(rule).__qualname__, settings])
             kinds.append(type(rule).__name__)
-        rules = f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else "default rules"
+        rules = f"{', '.join(dict.fromkeys(kinds))} {content_digest(*parts)}" if kinds else "default rules"
         return f"LRPContext({rules})"
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,15 @@ from torch import Tensor, nn
 from zennit.attribution import Attributor, Gradient, IntegratedGradients, Occlusion, SmoothGrad, constant
 from zennit.core import Composite
 
-from ._zennit import describe_canonizers, describe_method, has_rule, holds_relevance
-from .composites import SubspaceFilter, check_signal, register, unregister
+from ._zennit import (
+    describe_canonizers,
+    describe_method,
+    has_rule,
+    holds_relevance,
+    register,
+    unregister,
+)
+from .composites import SubspaceFilter, check_signal
 from .doctor import validate
 from .kept import KeptRelevance, keeps_relevance
 from .outputs import (

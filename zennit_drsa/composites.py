@@ -20,7 +20,6 @@ from drsa_core.layer import (
     as_activation,
     check_fits,
     lost_relevance,
-    positional_inputs,
     warn_of_loss,
     warn_of_training,
 )
@@ -32,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from zennit.canonizers import Canonizer
 from zennit.core import Composite
 
-from ._zennit import describe_canonizers, describe_method, holds_relevance, hooks_by_module
+from ._zennit import describe_canonizers, describe_method, holds_relevance, register, unregister
 from .doctor import validate
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
@@ -318,32 +317,6 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
         self.handles.clear()
         self.filter.remove()
         unregister(self.composite)
-
-
-def register(composite: Composite, model: nn.Module) -> None:
-    """Register a composite to a model that carries no rules yet."""
-    if composite.handles:
-        raise ValueError(
-            f"the {type(composite).__name__} is registered to a model already; leave its context (or call "
-            "its remove()) and pass it unregistered"
-        )
-    if next(hooks_by_module(model), None) is not None:
-        raise ValueError(
-            f"another Zennit composite is registered to this {type(model).__name__}, and the rules of both "
-            "would apply; leave its context first"
-        )
-    composite.register(model)
-    positional_inputs({module: None for module, _ in hooks_by_module(model)})
-
-
-def unregister(composite: Composite) -> None:
-    """Take a composite off its model, last things first: canonizers may have changed the same weights."""
-    try:
-        composite.handles.reverse()
-        composite.remove()
-    finally:
-        composite.handles.clear()
-        composite.hook_refs.clear()
 
 
 def check_signal(signal: str | None) -> str | None:

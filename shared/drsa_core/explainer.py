@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .collect import collect_pairs
+from .collection import collect_pairs
 from .distributed import ALONE, Ranks
 from .drsa import DRSA
 from .layer import Inputs, Request, check_fits, copies, sum_over_positions

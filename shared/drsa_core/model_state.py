@@ -26,13 +26,13 @@ _HOOKS = tuple(
 )
 # Rules and canonizers replace these attributes of a module, and hide parameters behind attributes of their
 # names.
-_ATTRIBUTES = ("forward", "eps", "_is_full_backward_hook", "_compiled_call_impl")
+_ATTRIBUTES = ("forward", "eps", "training", "_is_full_backward_hook", "_compiled_call_impl")
 _MISSING = object()
 # One lock per model. On the model it would be copied and saved with it.
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _locks_lock = threading.Lock()
-# PyTorch's fused attention leaves out the hooks on modules inside. It is one switch for the whole process, off
-# as long as any context is entered; and whether it was on before.
+# PyTorch's fused attention leaves out the hooks on modules inside. It is one switch for the whole process,
+# off as long as any context is entered; and whether it was on before.
 _entered: set[int] = set()
 _was_fused = True
 _held: set[CodeType] = set()

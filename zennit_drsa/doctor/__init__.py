@@ -1,6 +1,0 @@
-def validate(*a, **k):
-    pass
-
-
-def doctor(*a, **k):
-    pass
