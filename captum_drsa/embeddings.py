@@ -108,21 +108,21 @@ class AtInput:
     """
 
     attributor: Callable[[Any, FromLayer], attr.Attribution]
-    has_baselines_of_inputs: bool = True
+    has_baselines_of_inputs: bool = False
 
     def options(self, network: FromLayer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the layer method as those of its counterpart."""
-        options = {"layer_baselines": "baselines", "layer_mask": "feature_mask"}
-        options = {options.get(name, name): value for name, value in given.items()}
+        names = {"layer_baselines": "baselines", "layer_mask": "feature_mask"}
+        options = {names.get(name, name): value for name, value in given.items()}
         if options.pop("attribute_to_layer_input", False):
             raise ValueError(
                 "attribute_to_layer_input=True cannot be split into concepts; name the layer before, whose "
                 "output it is"
             )
-        if "baselines" in given and not self.has_baselines_of_inputs:
+        if self.has_baselines_of_inputs:
+            options["baselines"] = self.baselines(network, given.get("baselines"))
+        elif "baselines" in given:
             raise TypeError("this layer method takes layer_baselines, of the layer's output, not baselines")
-        if "baselines" in given:
-            options["baselines"] = self.baselines(network, given["baselines"])
         return options
 
     def baselines(self, network: FromLayer, given: Any) -> Any:
@@ -158,5 +158,6 @@ def _ablation(method: Any, network: FromLayer) -> attr.Attribution:
     return attr.FeatureAblation(network)
 
 
-PATH, GRADIENT, DEEP_LIFT = AtInput(_path), AtInput(_gradient), AtInput(_deep_lift)
-ABLATION = AtInput(_ablation, has_baselines_of_inputs=False)
+PATH = AtInput(_path, has_baselines_of_inputs=True)
+DEEP_LIFT = AtInput(_deep_lift, has_baselines_of_inputs=True)
+GRADIENT, ABLATION = AtInput(_gradient), AtInput(_ablation)
