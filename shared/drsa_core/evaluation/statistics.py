@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -107,9 +107,7 @@ def bootstrap_interval(
         Whether classes are drawn with replacement before their instances are. By default the classes are
         taken as they are, and the interval speaks of these classes only.
     """
-    if not 0 < as_float(level, "level") < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    level, n_resamples = as_float(level, "level"), as_int(n_resamples, "n_resamples", 1)
+    level, n_resamples = as_float(level, "level", 0, 1), as_int(n_resamples, "n_resamples", 1)
     generator = np.random.default_rng(as_seed(random_state))
     groups = list(_by_class(values, classes).values())
     resampled = np.empty((n_resamples, len(groups)))
@@ -141,12 +139,11 @@ def delta_aupc(whole: Values, disentangled: Values, classes: Labels[Label]) -> d
 
 def _by_class(
     values: Values, classes: Labels[Label], name: str = "values"
-) -> Mapping[Label, np.ndarray[Any, Any]]:
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array; drop the masked entries, or fill them")
+) -> dict[Label, np.ndarray[Any, Any]]:
+    # Elements of a tensor are different objects with different hashes: each would be a class.
     labels = as_hashable_labels(classes, "classes")
     tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    if tensor.ndim != 1 or len(tensor) != len(labels) or not len(tensor):
+    if tensor.shape != (len(labels),) or not labels:
         raise ValueError(
             f"{name} must be one number for each of the {len(labels)} instances, at least 1, got shape "
             f"{tuple(tensor.shape)}"

@@ -1,22 +1,22 @@
-"""Curves of the evaluation: patch flipping, training, scores against d, K and layers, ΔAUPC by class."""
+"""Curves: patch flipping, and why a number of concepts was chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..checks import check_finite
-from ..evaluation.statistics import Summary, class_means
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ..evaluation.statistics import class_means
+from ..stability import OVERLAP, ChoiceOfK
+from .style import strip
 
 #: Lines must be told apart without colour, too.
-_MARKERS = "osD^vP*X"
+MARKERS = "osD^vP*X"
+_GOOD, _BAD, _GREY = "#1b7f4b", "#c8102e", "#8a8a8a"
 
 
 def flipping_curves(
@@ -38,17 +38,12 @@ def flipping_curves(
         error over classes. Without it every image counts as a class.
     ylabel : str
     """
-    from matplotlib.figure import Figure
-
     if not scores:
         raise ValueError("scores must hold at least one method, got none")
     share = torch.as_tensor(share, dtype=torch.float64)
-    if share.ndim != 1:
-        raise ValueError(f"share must have shape (T + 1,), got {tuple(share.shape)}")
-    check_finite(share, "share")
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
-    for number, (name, values) in enumerate(scores.items()):
+    for marker, (name, values) in enumerate(scores.items()):
         values = torch.as_tensor(values, dtype=torch.float64)
         if values.ndim != 2 or values.shape[1] != len(share):
             raise ValueError(
@@ -59,158 +54,107 @@ def flipping_curves(
         by_class = torch.tensor([list(class_means(column, labels).values()) for column in values.T]).T
         mean = by_class.mean(0)
         area = float(torch.trapezoid(mean.double(), share))
-        axis.plot(share, mean, marker=_MARKERS[number % 8], markersize=4, label=f"{name} ({area:.2f})")
+        axis.plot(share, mean, marker=MARKERS[marker % 8], markersize=4, label=f"{name} ({area:.2f})")
         if len(by_class) > 1:
             error = by_class.std(0) / len(by_class) ** 0.5
             axis.fill_between(share, mean - error, mean + error, alpha=0.15)
-    axis.set_xlabel("share of patches removed")
-    axis.set_ylabel(ylabel)
-    axis.set_xlim(0, 1)
+    axis.set(xlabel="share of patches removed", ylabel=ylabel, xlim=(0, 1))
     axis.set_ylim(bottom=0)
     axis.legend(title="method (AUPC, lower is better)", fontsize=8, title_fontsize=8)
-    _strip(axis)
+    strip(axis)
     return figure
 
 
-def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Objective against iterations, a panel for each method and a line for each class (Note E).
+def choice_of_k(choice: ChoiceOfK) -> Figure:
+    """Why this number of concepts: stability, distinctness, the objective and the splits against K.
 
     Parameters
     ----------
-    histories : mapping of str to mapping of str to sequence of float
-        Method → class → `history_` of the fitted solver.
-    """
-    from matplotlib.figure import Figure
+    choice : ChoiceOfK
+        From `drsa_core.choose_k`.
 
-    if not histories or not all(histories.values()):
-        raise ValueError("histories must hold at least one method with at least one class, got none")
-    # A class has one colour in all panels, of which the last one has the legend of all.
-    names = dict.fromkeys(name for by_class in histories.values() for name in by_class)
-    colours = {name: f"C{number}" for number, name in enumerate(names)}
-    figure = Figure(figsize=(4.2 * len(histories), 3.4), layout="constrained")
-    axes = figure.subplots(1, len(histories), squeeze=False)[0]
-    for axis, (method, by_class) in zip(axes, histories.items(), strict=True):
-        for name, history in by_class.items():
-            check_finite(
-                torch.as_tensor(history, dtype=torch.float64), f"the history of {method!r}, {name!r}"
-            )
-            axis.plot(range(len(history)), history, color=colours[name], label=name)
-        axis.set_title(method)
-        axis.set_xlabel("iteration")
-        axis.set_xscale("symlog", linthresh=10)  # most of the gain is made at the beginning
-        axis.set_xlim(left=0)
-        _strip(axis)
-    axes[0].set_ylabel("objective")
-    if len(names) <= 8:
-        _legend_of_all(axes[-1], axes)
+    Notes
+    -----
+    Above: the stability of each concept, a dot each, filled where it is stable, with the threshold (line) and
+    shuffled contexts (crosses), which may be as stable. Second: the largest correlation of two concepts;
+    above the line, two of them are parts of one. Third: the objective on the images of a fit, on images left
+    out, and with shuffled contexts, which it must exceed. Below: a dot for each concept, with a line to the
+    concept of the smaller K that it correlates with most, the thicker the more; where two lines begin, a
+    concept splits. The chosen K is shaded.
+    """
+    candidates, chosen = choice.candidates, choice.n_subspaces
+    ks = [c.n_subspaces for c in candidates]
+    figure = Figure(figsize=(max(5.5, 1.5 + 0.5 * len(ks)), 9.4), layout="constrained")
+    ratios = {"height_ratios": [2.2, 1.2, 1.2, 1.8]}
+    axes = figure.subplots(4, 1, sharex=True, gridspec_kw=ratios)
+    stable, distinct, objective, tree = axes
+    for axis in axes:
+        if chosen is not None:
+            axis.axvspan(chosen - 0.4, chosen + 0.4, color=_GOOD, alpha=0.12)
+        strip(axis)
+    stable.set_title("no K has stable, distinct concepts" if chosen is None else f"{chosen} concepts")
+
+    for i, c in enumerate(candidates):
+        k = c.n_subspaces
+        for value, is_stable in zip(c.index.tolist(), c.is_stable, strict=True):
+            _dot(stable, k, value, is_stable)
+        nulls = c.null[:, 0].tolist()
+        null_label, label = ("shuffled contexts, least stable", "needed") if i == 0 else (None, None)
+        stable.plot([k + 0.25] * len(nulls), nulls, "x", color=_GREY, label=null_label)
+        stable.plot((k - 0.3, k + 0.3), [c.threshold] * 2, color="black", linewidth=1, label=label)
+    stable.plot([], [], "o", color=_GOOD, label="concept, stable")
+    stable.plot([], [], "o", color=_BAD, markerfacecolor="white", label="concept, not stable")
+    stable.set_ylabel("stability")
+    stable.set_ylim(top=1.02)
+    stable.legend(fontsize=8, loc="lower left")
+
+    distinct.axhline(OVERLAP, color="black", linewidth=1)
+    colours = [_GOOD if c.are_distinct else _BAD for c in candidates]
+    distinct.bar(ks, [c.overlap for c in candidates], 0.5, color=colours)
+    distinct.set_ylabel("largest correlation\nof two concepts")
+    if _BAD in colours:
+        note = "above 0: parts of one concept"
+        distinct.text(1, 0.04, note, transform=distinct.transAxes, ha="right", va="bottom", fontsize=8)
+
+    for values, style, colour, label in (
+        ([c.objective for c in candidates], "o-", _GREY, "images of the fit"),
+        ([c.held_out_objective for c in candidates], "s--", "black", "images left out"),
+        ([c.null_objective for c in candidates], "x:", _BAD, "shuffled contexts"),
+    ):
+        objective.plot(ks, values, style, color=colour, label=label)
+    objective.set_ylabel("objective J")
+    objective.set_ylim(bottom=0)
+    objective.legend(fontsize=8)
+
+    _draw_splits(tree, choice)
+    tree.set(xlabel="number of concepts K", ylabel="splits", xticks=ks, yticks=[])
     return figure
 
 
-def scores_against(
-    x: Sequence[float] | Sequence[str],
-    panels: Mapping[str, Mapping[str, Sequence[Summary]]],
-    xlabel: str,
-    references: Mapping[str, float] | None = None,
-) -> Figure:
-    """Scores against d, K or layers: a panel for each score, a line with error bars for each method (Note F).
-
-    Parameters
-    ----------
-    x : sequence of numbers or str
-        Values of d or K, drawn on a logarithmic axis, or names of layers.
-    panels : mapping of str to mapping of str to sequence of Summary
-        Score → method → a summary for each x. The bars are one standard error over classes.
-    xlabel : str
-    references : mapping of str to float, optional
-        Score → a value for a dashed line, e.g. that of no subspace projection.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter, NullLocator
-
-    if not panels:
-        raise ValueError("panels must hold at least one score, got none")
-    figure = Figure(figsize=(3.9 * len(panels), 3.4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    are_names = isinstance(x[0], str)
-    # A method has one colour and one marker in all panels, of which the first one has the legend of all.
-    methods = list(dict.fromkeys(method for lines in panels.values() for method in lines))
-    places: Sequence[Any] = range(len(x)) if are_names else x
-    for axis, (score, lines) in zip(axes, panels.items(), strict=True):
-        for method, summaries in lines.items():
-            if len(summaries) != len(x):
-                raise ValueError(
-                    f"{method!r} must have a summary of {score!r} for each of the {len(x)} x, got "
-                    f"{len(summaries)}"
-                )
-            means = [s.mean for s in summaries]
-            check_finite(torch.tensor(means), f"{score!r} of {method!r}")
-            errors = [s.standard_error if s.n_classes > 1 else 0.0 for s in summaries]
-            number = methods.index(method)
-            axis.errorbar(
-                places,
-                means,
-                errors,
-                color=f"C{number}",
-                marker=_MARKERS[number % 8],
-                markersize=5,
-                capsize=3,
-                label=method,
-            )
-        if references is not None and score in references:
-            axis.axhline(references[score], color="grey", linestyle="--", label="no projection")
-        if not are_names:
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_minor_locator(NullLocator())
-            axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_xticks(list(places), [str(value) for value in x])
-        axis.set_xlabel(xlabel)
-        axis.set_title(score)
-        _strip(axis)
-    _legend_of_all(axes[0], axes)
-    return figure
+def _dot(axis: Axes, x: float, y: float, is_stable: bool) -> None:
+    colour = _GOOD if is_stable else _BAD
+    axis.plot(x, y, "o", color=colour, markerfacecolor=colour if is_stable else "white", zorder=2)
 
 
-def delta_aupc_bars(gains: Mapping[str, Mapping[str, float]]) -> Figure:
-    """ΔAUPC of each class, a bar for each method, the most disentangled class on top (Note G).
-
-    Parameters
-    ----------
-    gains : mapping of str to mapping of str to float
-        Method → class → ΔAUPC, from `delta_aupc`. The classes are sorted by the last method.
-    """
-    from matplotlib.figure import Figure
-
-    if not gains or not all(gains.values()):
-        raise ValueError("gains must hold at least one method with at least one class, got none")
-    order = sorted(list(gains.values())[-1].items(), key=lambda item: item[1])
-    classes = [name for name, _ in order]
-    for method, by_class in gains.items():
-        if set(by_class) != set(classes):
-            raise ValueError(f"all methods must have the same classes; {method!r} differs")
-        check_finite(torch.tensor(list(by_class.values())), f"the gains of {method!r}")
-    height = 0.8 / len(gains)
-    figure = Figure(figsize=(6.4, 0.9 + 0.42 * len(classes)), layout="constrained")
-    axis = figure.subplots()
-    for number, (method, by_class) in enumerate(gains.items()):
-        places = [row + height * (number - (len(gains) - 1) / 2) for row in range(len(classes))]
-        axis.barh(places, [by_class[name] for name in classes], height, label=method)
-    axis.set_yticks(range(len(classes)), classes)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_xlabel("ΔAUPC (higher: more disentangled)")
-    handles, labels = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], labels[::-1], fontsize=8)  # as the bars lie
-    _strip(axis)
-    return figure
-
-
-def _legend_of_all(axis: Axes, axes: Iterable[Axes]) -> None:
-    """A legend of what any of the panels holds, in one of them."""
-    handles: dict[str, Any] = {}
-    for panel in axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    axis.legend(list(handles.values()), list(handles), fontsize=8)
-
-
-def _strip(axis: Axes) -> None:
-    axis.spines[["top", "right"]].set_visible(False)
+def _draw_splits(axis: Axes, choice: ChoiceOfK) -> None:
+    """Concepts of each K above each other, in the order of their parents, with a line to each parent."""
+    heights = [list(range(choice.candidates[0].n_subspaces))]
+    for split in choice.splits:
+        above = heights[-1]
+        order = sorted(range(len(split.parent)), key=lambda child: (above[split.parent[child]], child))
+        heights.append([order.index(child) for child in range(len(order))])
+    # Each column in the middle.
+    places = [[height - (len(column) - 1) / 2 for height in column] for column in heights]
+    for i, split in enumerate(choice.splits):
+        ends = [c.n_subspaces for c in choice.candidates[i : i + 2]]
+        for child, parent in enumerate(split.parent):
+            width = 0.3 + 2.5 * max(0.0, float(split.correlation[child, parent]))
+            colour = _BAD if parent in split.divided else _GREY
+            line = [places[i][parent], places[i + 1][child]]
+            axis.plot(ends, line, color=colour, linewidth=width, zorder=1)
+    for candidate, column in zip(choice.candidates, places, strict=True):
+        for is_stable, place in zip(candidate.is_stable, column, strict=True):
+            _dot(axis, candidate.n_subspaces, place, is_stable)
+    axis.plot([], [], color=_BAD, label="a concept that splits")
+    axis.plot([], [], color=_GREY, label="a concept that stays")
+    axis.legend(fontsize=8, loc="upper left")
