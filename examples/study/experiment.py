@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from drsa_audit.backends import Backend, make_backend
+from drsa_audit.images import ClassImages, load_images
+from drsa_audit.networks import Network
+from drsa_audit.opening import describe_preprocessing
+from drsa_audit.work import files_digest
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
@@ -24,12 +29,7 @@ from drsa_core.evaluation import (
 )
 from torch import Tensor
 
-from .backends import Backend, make_backend
-from .images import ClassImages, load_images
 from .jobs import Job, Reading
-from .networks import Network
-from .opening import describe_preprocessing
-from .work import files_digest
 
 Record: TypeAlias = dict[str, Any]
 #: What tells the records of a folder apart.
