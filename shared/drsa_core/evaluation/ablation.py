@@ -107,39 +107,27 @@ def _ablations(
     check_length(target, len(x))
     starts = range(0, len(x), as_int(batch_size, "batch_size", 1))
 
-    def all_batches() -> list[tuple[list[Tensor], list[Tensor], Tensor]]:
-        batches = [(x[first : first + batch_size], first) for first in starts]
-        return [
-            _ablate(explainer, part, targets_of_batch(target, first, len(part)), subspaces, reference)
-            for part, first in batches
-        ]
+    def of_batch(first: int) -> list[Tensor]:
+        part = x[first : first + batch_size]
+        return _ablate(explainer, part, targets_of_batch(target, first, len(part)), subspaces, reference)
 
     # In the explainer's context, so that the activation is the one that the concepts were learned on.
-    relevances, drops, scores = zip(*explainer._in_context(all_batches), strict=True)
-    results = []
-    for m, method in enumerate(subspaces):
-        relevance, drop = (torch.cat([batch[m] for batch in part]) for part in (relevances, drops))
-        check_finite(relevance, "the relevance of the concepts")
-        check_finite(drop, "the drop of the score")
-        results.append(ConceptAblation(relevance, drop, torch.cat(scores), method.names))
-    return results
+    batches = explainer._in_context(lambda: [of_batch(first) for first in starts])
+    score, *rest = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    for value in rest:
+        check_finite(value, "the relevance of the concepts, or the drop of the score,")
+    return [
+        ConceptAblation(relevance, drop, score, method.names)
+        for relevance, drop, method in zip(rest[::2], rest[1::2], subspaces, strict=True)
+    ]
 
 
 def _ablate(
-    explainer: Explainer,
-    x: Tensor,
-    target: Target,
-    subspaces: Sequence[Subspaces],
-    reference: Tensor | None,
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Relevance and drop (n, K) for each of the subspaces, and score (n,), of one batch."""
+    explainer: Explainer, x: Tensor, target: Target, subspaces: Sequence[Subspaces], reference: Tensor | None
+) -> list[Tensor]:
+    """Score (n,) of one batch, then relevance and drop (n, K) for each of the subspaces."""
     activation, context = explainer.context(x, target)
-    dim = explainer.channel_dim
-    relevance = []
-    for method in subspaces:
-        check_fits(activation, method.n_features, explainer.layer_name, dim)
-        relevance.append(sum_over_positions(method.relevance(activation, context, dim), dim).detach())
-    request = explainer._request(x, target)
+    request, dim = explainer._request(x, target), explainer.channel_dim
 
     def score_without(method: Subspaces, k: int) -> Tensor:
         def ablated(a: Tensor) -> Tensor:
@@ -148,14 +136,17 @@ def _ablate(
 
         return request.select(request.run(ablated))
 
-    def scores() -> tuple[Tensor, list[Tensor]]:
+    def scores_and_drops() -> list[Tensor]:
         with torch.no_grad():
-            whole = request.select(request.run(lambda a: a))
-            without = [[score_without(m, k) for k in range(m.n_subspaces)] for m in subspaces]
-        return whole, [whole[:, None] - torch.stack(rows, 1) for rows in without]
+            found = [request.select(request.run(lambda a: a))]
+            for method in subspaces:
+                check_fits(activation, method.n_features, explainer.layer_name, dim)
+                relevance = sum_over_positions(method.relevance(activation, context, dim), dim)
+                drops = [found[0] - score_without(method, k) for k in range(method.n_subspaces)]
+                found += [relevance, torch.stack(drops, dim=1)]
+        return found
 
-    score, drops = guarded(explainer._known_model(), scores)
-    return relevance, drops, score
+    return guarded(explainer._known_model(), scores_and_drops)
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:

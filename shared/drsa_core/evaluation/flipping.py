@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from ..checks import as_int, check_finite
 from ..layer import batch_dependence
+from ..targets import Target, check_length, select_scores
 from ..token_maps import covers, spread
 from .fills import Array, Fill, Preprocessing, find_fill
 from .folding import fold_batch_norms
@@ -69,7 +70,7 @@ def patch_flipping(
     model: Callable[[Tensor], Tensor],
     inputs: Tensor,
     maps: Tensor,
-    target: int | Sequence[int] | Tensor,
+    target: Target,
     preprocessing: Preprocessing | tuple[Sequence[float] | float, Sequence[float] | float],
     *,
     patch_size: int = 16,
@@ -92,8 +93,8 @@ def patch_flipping(
         Their relevance, or `Explanation.token_maps` (N, K, h, w). With K concepts, the union of what each
         removes is removed (section 5.2). Maps of the inputs' own shape are one map; write K maps without
         channels as (N, K, 1, H, W).
-    target : int, sequence of int or tensor, shape (N,)
-        Output to record: one for all images, or one for each.
+    target : int, sequence of int or tensor (N,), or function
+        Output to record: one for all images, one for each, or a function from the output to scores (n,).
     preprocessing : Preprocessing, or pair (mean, std)
         How pixels in [0, 1] become inputs.
     patch_size : int
@@ -119,7 +120,10 @@ def patch_flipping(
     inputs = inputs.detach()
     check_finite(inputs, "inputs")
     relevance = check_maps(maps, inputs)
-    targets = _targets(target, len(inputs))
+    check_length(target, len(inputs))
+    of_each: Tensor | None = None
+    if not callable(target) and not isinstance(target, int):
+        of_each = torch.as_tensor(target).expand(len(inputs))
     if not isinstance(preprocessing, Preprocessing):
         preprocessing = Preprocessing.from_mean_std(*preprocessing)
     fill = find_fill(fill)
@@ -158,7 +162,10 @@ def patch_flipping(
             fill_seconds += begin - before
             if run is None:
                 run = _fastest(model, images[:1])
-            scores[rows, steps] = _rectified(run(images), targets[rows])
+            of_rows = target if of_each is None else of_each[rows]
+            found = select_scores(run(images), of_rows, len(rows)).double().cpu()
+            check_finite(found, "the model's output")
+            scores[rows, steps] = found.clamp(min=0)
             network_seconds += time.perf_counter() - begin
             bar.update(len(batch))
     for step in range(1, len(counts)):
@@ -196,21 +203,18 @@ def _filled(pixels: Array, mask: Array, neutral: Array, fill: Fill) -> Array:
 
 
 def _fastest(model: Callable[[Tensor], Tensor], images: Tensor) -> Callable[[Tensor], Tensor]:
-    """The folded copy or the model, on channels-last or plain inputs: the first that gives the model's output.
-
-    Up to rounding: 1e-4 is far less than an error would make.
-    """
+    """The folded copy or the model, in channels-last or plain: the first that gives the model's output."""
 
     def in_channels_last(network: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return lambda x: network(x.contiguous(memory_format=torch.channels_last))
 
     folded = fold_batch_norms(model) if isinstance(model, nn.Module) else None
-    networks = [model] if folded is None else [folded, model]
+    networks: list[Callable[[Tensor], Tensor]] = [model] if folded is None else [folded, model]
     if images.device.type == "cpu":
         networks = [*map(in_channels_last, networks), *networks]
     expected = model(images)
     for network in networks:
-        try:
+        try:  # 1e-4 is far more than rounding, and far less than an error would make
             if bool((network(images) - expected).abs().max() <= 1e-4 * expected.abs().max()):
                 return network
         except (RuntimeError, TypeError, ValueError, AttributeError):  # `view`, say, may refuse channels-last
@@ -218,46 +222,13 @@ def _fastest(model: Callable[[Tensor], Tensor], images: Tensor) -> Callable[[Ten
     return model
 
 
-def _rectified(output: Tensor, targets: Tensor) -> Tensor:
-    if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != len(targets):
-        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise ValueError(f"the model must return a tensor ({len(targets)}, n_outputs), got {shape}")
-    if int(targets.min()) < 0 or int(targets.max()) >= output.shape[1]:
-        raise ValueError(
-            f"target must be between 0 and {output.shape[1] - 1}, the last output, got "
-            f"{sorted(set(targets.tolist()))}"
-        )
-    chosen = output.double().cpu().gather(1, targets[:, None])[:, 0]
-    check_finite(chosen, "the model's output")
-    return chosen.clamp(min=0)
-
-
 def _check_mode(model: nn.Module, batch_size: int | None) -> None:
     """Raise if outputs depend on which images share a batch, which is nobody's choice here, or on chance."""
     where, in_training = ("the model", True) if model.training else batch_dependence(model)
     if where is not None and in_training:
-        raise ValueError(
-            f"{where} is in training mode, where outputs depend on the batch or on chance; call model.eval()"
-        )
+        raise ValueError(f"{where} is in training mode; call model.eval()")
     if where is not None and batch_size != 1:
-        raise ValueError(
-            f"{where} normalises by the statistics of the batch, in evaluation mode too, so that outputs "
-            "depend on which images share a batch; give batch_size=1"
-        )
-
-
-def _targets(target: int | Sequence[int] | Tensor, n_images: int) -> Tensor:
-    try:
-        targets = torch.as_tensor(target).cpu()
-    except (TypeError, ValueError, RuntimeError):  # a function, a text, None
-        targets = torch.empty(0)
-    is_whole = not targets.is_floating_point() and targets.dtype != torch.bool
-    if not is_whole or targets.shape not in ((), (n_images,)):
-        raise ValueError(
-            f"target must be an integer, or one for each of the {n_images} images, got {target!r:.80}; for a "
-            "function of the output, give a model that returns (n, 1), and target=0"
-        )
-    return targets.expand(n_images).long()
+        raise ValueError(f"{where} normalises by the statistics of the batch; give batch_size=1")
 
 
 # ------------------------------------------------------------------ which patches, and when

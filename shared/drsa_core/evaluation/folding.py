@@ -12,7 +12,6 @@ import copy
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.nn.utils.parametrize import is_parametrized
@@ -55,7 +54,6 @@ def fold_batch_norms(model: nn.Module) -> fx.GraphModule | None:
     folded = [_fold(graph_module, node) for node in list(graph_module.graph.nodes)]
     if not any(folded):
         return None
-    graph_module.graph.eliminate_dead_code()
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return graph_module
@@ -67,7 +65,9 @@ def _fold(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     if found is None:
         return False
     before, statistics = found
-    if before.op != "call_module" or any(user is not node and not _is_shape(user) for user in before.users):
+    others = [user for user in before.users if user is not node]
+    # A batch norm may look at the number of axes, which it does not change.
+    if before.op != "call_module" or any(u.target is not getattr or u.args[1] != "ndim" for u in others):
         return False
     convolution = graph_module.get_submodule(str(before.target))
     if not isinstance(convolution, CONVOLUTIONS) or is_parametrized(convolution):
@@ -88,26 +88,20 @@ def _batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, d
         norm: Any = graph_module.get_submodule(str(node.target))
         if not isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) or norm.training:
             return None
+        before, eps = node.args[0], norm.eps
         tensors = [norm.running_mean, norm.running_var, norm.weight, norm.bias]
-        eps, before = norm.eps, node.args[0]
     elif node.op == "call_function" and node.target is nn.functional.batch_norm:  # as in timm's batch norms
         normal = node.normalized_arguments(graph_module, normalize_to_only_use_kwargs=True)
         if normal is None or normal.kwargs["training"]:
             return None
+        before, eps = normal.kwargs["input"], normal.kwargs["eps"]
         names = ("running_mean", "running_var", "weight", "bias")
         tensors = [_tensor(graph_module, normal.kwargs[name]) for name in names]
-        eps, before = normal.kwargs["eps"], normal.kwargs["input"]
     else:
         return None
-    mean, variance, weight, bias = tensors
-    if mean is None or variance is None or not isinstance(before, fx.Node):
+    if tensors[0] is None or tensors[1] is None or not isinstance(before, fx.Node):
         return None  # without running statistics a batch norm depends on the batch
-    return before, {"bn_rm": mean, "bn_rv": variance, "bn_eps": eps, "bn_w": weight, "bn_b": bias}
-
-
-def _is_shape(node: fx.Node) -> bool:
-    """Whether a node asks for what a batch norm does not change, such as the number of axes."""
-    return node.target is getattr and node.args[1] in ("ndim", "shape", "dtype", "device")
+    return before, dict(zip(("bn_rm", "bn_rv", "bn_w", "bn_b"), tensors, strict=True), bn_eps=eps)
 
 
 def _tensor(graph_module: fx.GraphModule, value: object) -> Any:

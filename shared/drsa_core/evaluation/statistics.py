@@ -44,16 +44,8 @@ class Summary:
 
 
 def class_means(values: Values, classes: Labels[Label]) -> dict[Label, float]:
-    """Mean over the instances of each class, in the order in which classes first occur.
-
-    Parameters
-    ----------
-    values : tensor or sequence, shape (N,)
-    classes : tensor, array or sequence, length N
-        Class of each instance.
-    """
-    grouped = _by_class(values, classes)
-    return {label: float(group.mean()) for label, group in grouped.items()}
+    """Mean of values (N,) over the instances of each of the classes (N,), in order of first occurrence."""
+    return {label: float(group.mean()) for label, group in _by_class(values, classes).items()}
 
 
 def summarise(
@@ -77,9 +69,8 @@ def summarise(
     """
     means = np.array(list(class_means(values, classes).values()))
     error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
-    interval = bootstrap_interval(
-        values, classes, level=level, n_resamples=n_resamples, random_state=random_state
-    )
+    options: Any = {"level": level, "n_resamples": n_resamples, "random_state": random_state}
+    interval = bootstrap_interval(values, classes, **options)
     return Summary(float(means.mean()), error, interval, len(means), len(values))
 
 

@@ -1,7 +1,7 @@
 """Figures, as matplotlib objects that are never shown by themselves. Needs the extra `plot`."""
 
 from .bars import concept_bars, relevance_bars
-from .curves import choice_of_k, flipping_curves
+from .choice import choice_of_k
 from .maps import concept_grid, concept_maps
 from .tokens import concept_text, concept_text_html
 
@@ -12,6 +12,5 @@ __all__ = [
     "concept_maps",
     "concept_text",
     "concept_text_html",
-    "flipping_curves",
     "relevance_bars",
 ]

@@ -24,10 +24,6 @@ def relevance_bars(
     names : sequence of str, length K, optional
         Default "S1" … "SK".
     title : str, optional
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     values = as_float_tensor(relevance, "relevance").cpu().double()
     if values.ndim not in (1, 2) or 0 in values.shape:
@@ -89,10 +85,6 @@ def concept_bars(
     n_features : int, optional
         How many features to show; the others become one bar, their sum. None for all.
     title : str, optional
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     relevance = as_float_tensor(maps, "maps").cpu().double()
     if relevance.ndim not in (2, 3) or 0 in relevance.shape:

@@ -68,10 +68,6 @@ def concept_maps(
         Whether to draw the residual. Default: if `whole` is given and the maps do not add up to it.
     columns : int, optional
         Panels in a row. Default: all in one.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     picture = _pictures(image, "image", 3)
     size = (int(picture.shape[0]), int(picture.shape[1]))
@@ -156,10 +152,6 @@ def concept_grid(
         Standard maps. Default: the sum of the maps.
     title, pool, scale, overlay
         As in `concept_maps`.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     pictures = _pictures(images, "images", 4)
     n_images, size = len(pictures), (int(pictures.shape[1]), int(pictures.shape[2]))

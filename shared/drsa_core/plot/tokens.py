@@ -58,14 +58,9 @@ def concept_text(
         Whether to join word pieces.
     width : int
         Characters in a line.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
     """
     words = as_words(tokens, maps, join)
-    rows = _rows(words, names, whole)
-    limit = _limit(rows)
+    rows, limit = _rows(words, names, whole)
     lines = _lines(words, as_int(width, "width", 10))
     size, cell, line_height = 10.0, 0.0836, 0.27  # points; inches of a character of that size, and of a line
     n_longest = max(sum(len(text) for _, text in line) for line in lines)
@@ -123,8 +118,7 @@ def concept_text_html(
         One `<section>`, with its styles in the elements themselves.
     """
     words = as_words(tokens, maps, join)
-    rows = _rows(words, names, whole)
-    limit = _limit(rows)
+    rows, limit = _rows(words, names, whole)
     parts = [
         '<section style="font-family:sans-serif;line-height:1.9;color:#111;background:#fff;padding:0.5em">'
     ]
@@ -193,8 +187,10 @@ def _is_special(token: str) -> bool:
     return len(token) > 2 and (token[0], token[-1]) in (("[", "]"), ("<", ">"))
 
 
-def _rows(words: Words, names: Sequence[str] | None, whole: bool) -> list[tuple[str, list[float]]]:
-    """Heading and relevance (W,) of every sentence to draw."""
+def _rows(
+    words: Words, names: Sequence[str] | None, whole: bool
+) -> tuple[list[tuple[str, list[float]]], float]:
+    """Heading and relevance (W,) of every sentence to draw, and the largest modulus in any of them."""
     labels = concept_names(names, len(words.relevance))
     totals = words.relevance.sum(1).tolist()
     total, magnitude = sum(totals), sum(abs(part) for part in totals)
@@ -204,12 +200,8 @@ def _rows(words: Words, names: Sequence[str] | None, whole: bool) -> list[tuple[
     ]
     if whole:
         rows.insert(0, (f"sum of concepts   R = {total:.3g}", words.relevance.sum(0).tolist()))
-    return rows
-
-
-def _limit(rows: list[tuple[str, list[float]]]) -> float:
-    """The largest modulus in any sentence, that of the sum included: beyond it, words would look the same."""
-    return max(abs(value) for _, values in rows for value in values) or 1.0
+    # That of the sum included: beyond the limit, words would look the same.
+    return rows, max(abs(value) for _, values in rows for value in values) or 1.0
 
 
 def _lines(words: Words, width: int) -> list[list[tuple[int | None, str]]]:

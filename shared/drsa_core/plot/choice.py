@@ -1,68 +1,14 @@
-"""Curves: patch flipping, and why a number of concepts was chosen."""
+"""`choice_of_k`: why a number of concepts was chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 
-from ..checks import check_finite
-from ..evaluation.statistics import class_means
 from ..stability import OVERLAP, ChoiceOfK
 from .style import strip
 
-#: Lines must be told apart without colour, too.
-MARKERS = "osD^vP*X"
 _GOOD, _BAD, _GREY = "#1b7f4b", "#c8102e", "#8a8a8a"
-
-
-def flipping_curves(
-    share: Tensor | Sequence[float],
-    scores: Mapping[str, Tensor],
-    classes: Sequence[Hashable] | None = None,
-    ylabel: str = "rectified logit",
-) -> Figure:
-    """Patch-flipping curves of several methods, with their AUPC in the legend (Figure of Note D).
-
-    Parameters
-    ----------
-    share : tensor or sequence, shape (T + 1,)
-        Share of patches removed, from `FlippingCurves.share`.
-    scores : mapping of str to tensor, shape (N, T + 1)
-        `FlippingCurves.scores` of each method.
-    classes : sequence, length N, optional
-        Class of each image: curves are averaged over images and then classes, with a band of one standard
-        error over classes. Without it every image counts as a class.
-    ylabel : str
-    """
-    if not scores:
-        raise ValueError("scores must hold at least one method, got none")
-    share = torch.as_tensor(share, dtype=torch.float64)
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axis = figure.subplots()
-    for marker, (name, values) in enumerate(scores.items()):
-        values = torch.as_tensor(values, dtype=torch.float64)
-        if values.ndim != 2 or values.shape[1] != len(share):
-            raise ValueError(
-                f"scores of {name!r} must have shape (n_images, {len(share)}), got {tuple(values.shape)}"
-            )
-        check_finite(values, f"scores of {name!r}")
-        labels = list(range(len(values))) if classes is None else list(classes)
-        by_class = torch.tensor([list(class_means(column, labels).values()) for column in values.T]).T
-        mean = by_class.mean(0)
-        area = float(torch.trapezoid(mean.double(), share))
-        axis.plot(share, mean, marker=MARKERS[marker % 8], markersize=4, label=f"{name} ({area:.2f})")
-        if len(by_class) > 1:
-            error = by_class.std(0) / len(by_class) ** 0.5
-            axis.fill_between(share, mean - error, mean + error, alpha=0.15)
-    axis.set(xlabel="share of patches removed", ylabel=ylabel, xlim=(0, 1))
-    axis.set_ylim(bottom=0)
-    axis.legend(title="method (AUPC, lower is better)", fontsize=8, title_fontsize=8)
-    strip(axis)
-    return figure
 
 
 def choice_of_k(choice: ChoiceOfK) -> Figure:
