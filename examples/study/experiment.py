@@ -18,7 +18,6 @@ from drsa_audit.networks import Network
 from drsa_audit.opening import describe_preprocessing
 from drsa_audit.work import files_digest
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
-from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
     check_maps,
@@ -27,6 +26,7 @@ from drsa_core.evaluation import (
     separability,
     total_relevance,
 )
+from drsa_core.storage import remove_leftovers, write_atomically
 from torch import Tensor
 
 from .jobs import Job, Reading
@@ -376,4 +376,4 @@ def label(record: Record | Reading) -> str:
 def write_json(file: Path, content: Any) -> None:
     """Write atomically: an interrupted run leaves no half file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, [json.dumps(content, indent=1).encode()])
+    write_atomically(file, json.dumps(content, indent=1).encode())

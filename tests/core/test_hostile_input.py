@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import Pairs, concept_vectors, netdissect_subspaces
-from drsa_core.collect import labels_of
 from drsa_core.refine import RefinedModel, mean_relevance
 from torch import nn
 
@@ -78,12 +77,6 @@ def test_a_tally_from_a_spreadsheet_is_read_as_utf_8(tmp_path) -> None:
     path.write_bytes("\ufeffunit,label\n1,Bäume\n2,空\n".encode())  # with a mark in front
     found = netdissect_subspaces(path, torch.ones(3, 2), torch.tensor([[2.0, 1.0]]).repeat(3, 1), 2)
     assert found.names == ("Bäume", "空")
-
-
-@pytest.mark.parametrize("labels", [["cat", "dog"], [None, None], [[0], [0, 1]]], ids=str)
-def test_labels_that_are_no_numbers(labels: Any) -> None:
-    with pytest.raises(TypeError, match="needs labels that are numbers of outputs, one for each image"):
-        labels_of((torch.rand(2, 3), labels))
 
 
 @pytest.mark.parametrize("weight_decay", [math.nan, -1.0, math.inf, True])
