@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from drsa_audit.backends import Backend, make_backend
-from drsa_audit.images import ClassImages, load_images
-from drsa_audit.networks import Network
-from drsa_audit.opening import describe_preprocessing
-from drsa_audit.work import files_digest
+from drsa_audit import Network, load_images
+from drsa_audit.work import files_digest, write_json
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
-from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
     check_maps,
@@ -29,6 +25,8 @@ from drsa_core.evaluation import (
 )
 from torch import Tensor
 
+from .backends import Backend
+from .classes import ClassImages
 from .jobs import Job, Reading
 
 Record: TypeAlias = dict[str, Any]
@@ -94,8 +92,6 @@ class Experiment:
         self._images: dict[str, tuple[Tensor, list[str]]] = {}
         self.unreadable: set[str] = set()
         out.mkdir(parents=True, exist_ok=True)
-        for folder in (out, *(path for path in out.rglob("*") if path.is_dir())):
-            remove_leftovers(folder)  # of a run that was killed
         begun = out / "settings.json"
         if begun.exists():
             before = json.loads(begun.read_text())
@@ -115,7 +111,7 @@ class Experiment:
         file = self.out / "network.json"
         here = {
             "fingerprint": model_fingerprint(self.network.model),
-            "preprocessing": describe_preprocessing(self.network),
+            "preprocessing": self.network.describe_preprocessing(),
         }
         if file.exists():
             before = json.loads(file.read_text())
@@ -224,7 +220,7 @@ class Experiment:
         if kind == "noise":
             maps = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(images.index))
         else:
-            backend = make_backend(kind, rules, "", samples)
+            backend = Backend(kind, rules, "", samples)
             maps = torch.cat([backend.attribute(x, target) for x in inputs.split(self.batch_size)])
         seconds = time.perf_counter() - begin
         scores = self.evaluate(inputs, maps[:, None].float(), target)
@@ -372,9 +368,3 @@ def label(record: Record | Reading) -> str:
     fields = record if isinstance(record, dict) else asdict(record)
     size = f"d={fields['dims']}" if fields["dims"] else f"K={fields['n_subspaces']}"
     return f"{fields['method']} {size}"
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write atomically: an interrupted run leaves no half file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, [json.dumps(content, indent=1).encode()])

@@ -1,18 +1,21 @@
-"""The folder in which a run keeps what it has done, so that an interrupted one goes on."""
+"""The folder in which a run keeps its finished parts, so that an interrupted one goes on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from drsa_core import Subspaces
-from drsa_core.atomic_files import write_atomically
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
 
-from .errors import BadInput
+from .progress import BadInput
 
 
 class Work:
@@ -74,6 +77,26 @@ def subspaces_digest(subspaces: Subspaces) -> str:
     return total.hexdigest()
 
 
+def write_bytes(file: Path, content: bytes) -> None:
+    """Write the whole file or nothing."""
+    unfinished = file.with_name(f".{file.name}.tmp")
+    try:
+        with unfinished.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file. Paths may hold bytes that are no text, for which a sign stands."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    write_bytes(file, text.encode(errors="replace"))
+
+
 def read_json(file: Path) -> Any:
     """A JSON file; `BadInput` with its path if it is damaged or not there."""
     try:
@@ -84,10 +107,20 @@ def read_json(file: Path) -> Any:
         raise BadInput(f"{file} cannot be read as JSON: {error}") from error
 
 
-def write_json(file: Path, content: Any) -> None:
-    """Write the whole file or nothing. Paths may hold bytes that are no text, for which a sign stands."""
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_atomically(file, [text.encode(errors="replace")])
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], header: Any) -> None:
+    """Write a safetensors file with a JSON value beside the tensors."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_bytes(file, save(contiguous, {"header": json.dumps(header).encode(errors="replace").decode()}))
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], Any]:
+    """The tensors and the JSON value of `write_tensors`; `BadInput` with the path if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return tensors, json.loads(opened.metadata()["header"])
+    except Exception as error:  # of safetensors, which has errors of its own
+        raise BadInput(f"{file} is damaged ({error}); remove it, and run the same command again") from error
 
 
 def check_writable(folder: Path) -> None:
@@ -100,14 +133,6 @@ def check_writable(folder: Path) -> None:
         raise BadInput(f"cannot write to {folder} ({error.strerror}); name another place") from error
 
 
-def work_folder(out: Path, given: Path | None = None) -> Path:
-    """The folder for what is done: the given one, or the one beside the output, which ends in .drsa."""
-    folder = out.with_suffix(".drsa") if given is None else given
-    if folder.absolute() == out.absolute():
-        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; name another file")
-    return folder
-
-
 def check_out(file: Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
     if file.is_dir():
@@ -115,3 +140,11 @@ def check_out(file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
     check_writable(file.absolute().parent)
+
+
+def work_folder(out: Path, given: Path | None = None) -> Path:
+    """The folder for finished parts: the given one, or the one beside the output, which ends in .drsa."""
+    folder = out.with_suffix(".drsa") if given is None else given
+    if folder.absolute() == out.absolute():
+        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; name another file")
+    return folder

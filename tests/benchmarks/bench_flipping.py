@@ -24,10 +24,10 @@ from functools import partial
 
 import torch
 from drsa_audit import Network, load_network
-from drsa_audit.package_photos import package_photos, random_crops
 from drsa_core.evaluation import explain_func, patch_flipping
 from drsa_core.evaluation.folding import fold_batch_norms
 from drsa_core.evaluation.fusing import fuse_activations
+from photographs import package_photos, random_crops
 from slices import Runner, alternate
 from torch import Tensor, nn
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -53,17 +52,6 @@ def test_the_library_imports_neither_examples_nor_tests() -> None:
     names = {file.stem for file in (ROOT / "examples").glob("*.py")} | {"examples", "tests", "shared"}
     wrong = {m.name: found for p in LIBRARY for m in MODULES[p] if (found := m.imports_of(*names))}
     assert not wrong
-
-
-def test_the_name_of_a_module_is_used_once() -> None:
-    # A package may hold a module of its own name (`doctor.doctor`); commands are named after what they run.
-    names = Counter(
-        parts[-1]
-        for package in LIBRARY
-        for module in MODULES[package]
-        if (parts := module.name.split("."))[-2:-1] != parts[-1:] and parts[-2:-1] != ["command"]
-    )
-    assert [name for name, count in names.items() if count > 1] == []
 
 
 def changes_of_the_search_path(tree: ast.AST) -> Iterator[ast.AST]:
