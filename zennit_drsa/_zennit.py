@@ -7,14 +7,13 @@ canonizers and rules exchange parameters by attributes and new objects instead o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core.fingerprint import feed
+from drsa_core.provenance import content_digest
 from torch import Tensor, nn
 from zennit.canonizers import Canonizer
 from zennit.composites import layer_map_base
@@ -117,28 +116,28 @@ def describe_method(model: nn.Module, slot: str | None, how: str = "GradientCont
 def describe_rules(model: nn.Module) -> str:
     """The rules that are registered on a model, with a digest of where they are and of their parameters."""
     names = {module: name for name, module in model.named_modules()}
-    digest, kinds = hashlib.sha256(), []
+    parts, kinds = [], []
     for module, hook in hooks_by_module(model):
         parameters = {key: value for key, value in vars(hook).items() if not _is_working_state(key)}
-        feed(digest, [names[module], type(hook).__qualname__, parameters])
+        parts.append([names[module], type(hook).__qualname__, parameters])
         kinds.append(type(hook).__name__)
     for module, name in names.items():
         if isinstance(module, CanonicalPart) and (rule := module.rule()) is not None:
-            feed(digest, [name, rule])
+            parts.append([name, rule])
             kinds.append(rule)
-    return f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else ""
+    return f"{', '.join(dict.fromkeys(kinds))} {content_digest(*parts)}" if kinds else ""
 
 
 def describe_canonizers(canonizers: Sequence[Canonizer]) -> str:
     """The canonizers of a composite, with a digest of their parameters, for a `Provenance`."""
     if not canonizers:
         return "none"
-    digest = hashlib.sha256()
-    for canonizer in canonizers:
-        parameters = {key: value for key, value in vars(canonizer).items() if not _is_working_state(key)}
-        feed(digest, [type(canonizer).__qualname__, parameters])
+    parts = [
+        [type(canonizer).__qualname__, {k: v for k, v in vars(canonizer).items() if not _is_working_state(k)}]
+        for canonizer in canonizers
+    ]
     names = dict.fromkeys(type(canonizer).__name__ for canonizer in canonizers)
-    return f"{', '.join(names)} {digest.hexdigest()[:12]}"
+    return f"{', '.join(names)} {content_digest(*parts)}"
 
 
 def _is_working_state(attribute: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from drsa_audit.work import write_json
 from drsa_audit.wrappers import repeatable
 from drsa_core import Pairs, Subspaces
 from drsa_core.evaluation import compare_ablations
@@ -15,7 +14,7 @@ from drsa_core.stability import match
 
 from .backends import Backend, with_gamma, with_upper_gamma
 from .classes import ClassImages
-from .experiment import Experiment, Record
+from .experiment import Experiment, Record, write_json
 from .jobs import Job, learned_job, of_concepts
 
 #: Times that the training images are halved.

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from drsa_audit import Network, load_images
-from drsa_audit.work import files_digest, write_json
+from drsa_audit.work import files_digest
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.evaluation import (
     Preprocessing,
@@ -23,6 +23,7 @@ from drsa_core.evaluation import (
     separability,
     total_relevance,
 )
+from drsa_core.storage import remove_leftovers, write_atomically
 from torch import Tensor
 
 from .backends import Backend
@@ -92,6 +93,8 @@ class Experiment:
         self._images: dict[str, tuple[Tensor, list[str]]] = {}
         self.unreadable: set[str] = set()
         out.mkdir(parents=True, exist_ok=True)
+        for folder in (out, *(path for path in out.rglob("*") if path.is_dir())):
+            remove_leftovers(folder)  # of a run that was killed
         begun = out / "settings.json"
         if begun.exists():
             before = json.loads(begun.read_text())
@@ -368,3 +371,9 @@ def label(record: Record | Reading) -> str:
     fields = record if isinstance(record, dict) else asdict(record)
     size = f"d={fields['dims']}" if fields["dims"] else f"K={fields['n_subspaces']}"
     return f"{fields['method']} {size}"
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write atomically: an interrupted run leaves no half file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(content, indent=1).encode())

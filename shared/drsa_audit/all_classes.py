@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from drsa_core import DRSA, ClassIndex, Ranks, Subspaces, fit_many, joined_ranks
+from drsa_core.storage import read_json, write_json
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,7 +22,7 @@ from .progress import BadInput, Progress
 from .session import inputs_decided_by, metadata_of, open_session
 from .settings import FitSettings
 from .steps import AUTO
-from .work import Work, digest, read_json, write_json
+from .work import Work, digest
 from .wrappers import repeatable
 
 ALL = "all"

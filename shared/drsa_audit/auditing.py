@@ -18,6 +18,7 @@ from typing import Any
 
 from drsa_core import Pairs, Subspaces, model_fingerprint
 from drsa_core.evaluation import peakness, separability
+from drsa_core.storage import read_json, versions, write_atomically, write_json
 from torch import Tensor, nn
 
 from .findings import shares
@@ -26,19 +27,10 @@ from .networks import Network, count_outputs, open_network
 from .progress import BadInput, Progress
 from .report import Verdict, make_verdict, write_report
 from .results import AuditRecord, Explained
-from .session import Session, open_session, versions
+from .session import Session, open_session
 from .settings import AuditSettings, EvaluateSettings, ExplainSettings, FitSettings
 from .steps import Learned, ablate, collect, explain, flip_patches, learn, relevance_of
-from .work import (
-    Work,
-    check_out,
-    files_digest,
-    read_json,
-    subspaces_digest,
-    work_folder,
-    write_bytes,
-    write_json,
-)
+from .work import Work, check_out, files_digest, subspaces_digest, work_folder
 from .wrappers import NAMES
 
 #: Images of other classes, at most, whose concepts are looked at: in all, and of one class.
@@ -447,7 +439,7 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks
             figure.savefig(file, format="png", dpi=DPI)
-        write_bytes(folder / _picture(n, name), file.getvalue())
+        write_atomically(folder / _picture(n, name), file.getvalue())
 
 
 def _picture(n: int, name: str) -> str:
@@ -480,4 +472,4 @@ def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None
         values = [float(explained.score[n]), *explained.relevance[n].tolist()]
         shown = [f"{value:.6g}" if math.isfinite(value) else "" for value in values]
         table.writerow([name, shown[0], int(explained.rank[n]) or "", *shown[1:]])
-    write_bytes(file, text.getvalue().encode())
+    write_atomically(file, text.getvalue().encode())

@@ -412,7 +412,7 @@ def _read_names(file: Any) -> dict[str, str] | list[str] | None:
     """Names of concepts from a JSON file: a list of all, or new names by old ones."""
     if file is None:
         return None
-    from .work import read_json
+    from drsa_core.storage import read_json
 
     names = read_json(file)
     values = list(names.values()) if isinstance(names, dict) else names

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drsa_core.storage import read_json, read_tensors, write_json
 from torch import Tensor
 
 from .progress import BadInput
-from .work import read_json, read_tensors, write_json
 
 RECORD = "audit.json"
+#: Kind and version of the files with explained images.
+KIND = ("explained images", 1)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Explained:
     @classmethod
     def load(cls, folder: Path, n_images: int | None = None) -> Explained:
         """What `steps.explain` has put into a folder, of as many images as there must be."""
-        parts = [read_tensors(file) for file in sorted(folder.glob("[0-9]*.safetensors"))]
+        parts = [read_tensors(file, *KIND) for file in sorted(folder.glob("[0-9]*.safetensors"))]
         names = [name for _, header in parts for name in header["names"]]
         if not parts or (n_images is not None and len(names) != n_images):
             raise BadInput(f"{folder} is not complete; run `drsa audit` again, which goes on from there")

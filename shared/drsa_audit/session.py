@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from drsa_core import (
     check_provenance,
     model_fingerprint,
 )
+from drsa_core.storage import read_json, versions, write_json
 from torch import Tensor
 
 from .folders import TargetClass
@@ -27,7 +27,7 @@ from .layers import LayerInfo, find_concept_layer
 from .networks import Network
 from .progress import BadInput, Progress, one_line
 from .settings import RunSettings
-from .work import files_digest, read_json, write_json
+from .work import files_digest
 from .wrappers import PASSES, Choice, Wrapper, choose_method, make_wrapper
 
 
@@ -231,15 +231,6 @@ def metadata_of(network: Network, target: TargetClass, name: str) -> dict[str, A
         "network": name,
         "preprocessing": network.describe_preprocessing(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of this package and of those that decide its numbers, where installed."""
-    found = {}
-    for name in ("captum-zennit-drsa", "torch", "numpy", "scipy", "captum", "zennit", "timm"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def _shape(network: Network) -> tuple[int, int | None, str]:

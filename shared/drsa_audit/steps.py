@@ -28,13 +28,14 @@ from drsa_core import (
     stability,
 )
 from drsa_core.evaluation import concept_ablation, patch_flipping
+from drsa_core.storage import read_json, write_json, write_tensors
 from torch import Tensor
 
 from .progress import BadInput
-from .results import Explained
+from .results import KIND, Explained
 from .session import Session, metadata_of, to_inputs
 from .settings import FitSettings
-from .work import Work, read_json, write_json, write_tensors
+from .work import Work
 from .wrappers import SeededBatches, entries_of_patch, options_of, repeatable
 
 AUTO = "auto"
@@ -128,9 +129,8 @@ def explain(
             if not file.exists():
                 found = explain_batch(session, inputs[part], subspaces)
                 tensors = _as_tensors(session, inputs[part], pixels[part], found)
-                write_tensors(
-                    file, tensors, {"names": names[part], "certificate": found.certificate().as_dict()}
-                )
+                header = {"names": names[part], "certificate": found.certificate().as_dict()}
+                write_tensors(file, tensors, *KIND, header)
     return Explained.load(folder, len(inputs))
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from drsa_core import Subspaces
-from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor
+from drsa_core.storage import read_json, write_json
 
 from .progress import BadInput
 
@@ -75,52 +72,6 @@ def subspaces_digest(subspaces: Subspaces) -> str:
             total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def write_bytes(file: Path, content: bytes) -> None:
-    """Write the whole file or nothing."""
-    unfinished = file.with_name(f".{file.name}.tmp")
-    try:
-        with unfinished.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a JSON file. Paths may hold bytes that are no text, for which a sign stands."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_bytes(file, text.encode(errors="replace"))
-
-
-def read_json(file: Path) -> Any:
-    """A JSON file; `BadInput` with its path if it is damaged or not there."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadInput(f"there is no file {file}") from error
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file} cannot be read as JSON: {error}") from error
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], header: Any) -> None:
-    """Write a safetensors file with a JSON value beside the tensors."""
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_bytes(file, save(contiguous, {"header": json.dumps(header).encode(errors="replace").decode()}))
-
-
-def read_tensors(file: Path) -> tuple[dict[str, Tensor], Any]:
-    """The tensors and the JSON value of `write_tensors`; `BadInput` with the path if it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            return tensors, json.loads(opened.metadata()["header"])
-    except Exception as error:  # of safetensors, which has errors of its own
-        raise BadInput(f"{file} is damaged ({error}); remove it, and run the same command again") from error
 
 
 def check_writable(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .checks import check_finite, check_nonzero, times_power_of_two, unit_scale
 from .distributed import Ranks
-from .pair_shards import COPIES, Chunk, HeldChunk, PairShards
-from .pairs import balanced, normalise
+from .pairs import COPIES, Chunk, HeldChunk, PairShards, balanced, normalise
 from .subspaces import Subspaces
 
 
@@ -619,7 +618,7 @@ class ShardedSamples:
         if self.n_samples:
             check_nonzero(*torch.tensor(largest, dtype=torch.float64))
 
-    def _largest(self, chunks: Iterator[Chunk] | Iterator[Rows]) -> list[float]:
+    def _largest(self, chunks: Iterable[Chunk | Rows]) -> list[float]:
         """The largest moduli of a and of c."""
         here = torch.zeros(1, 2, dtype=torch.float64)
         for chunk in chunks:

@@ -31,8 +31,8 @@ from .checks import (
 from .distributed import ALONE, Ranks
 from .objective import HeldSamples, Samples, ShardedSamples
 from .optimizers import random_orthogonal
-from .pair_shards import PairShards
-from .pairs import Pairs, common_provenance
+from .pairs import Pairs, PairShards
+from .provenance import common_provenance
 from .subspaces import RESIDUAL, Subspaces
 
 

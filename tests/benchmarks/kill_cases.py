@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "shared"), str(ROOT / "examples")]
 from drsa_audit import steps  # noqa: E402
 from drsa_audit.work import Work  # noqa: E402
 from drsa_core import DRSA, Pairs, PairStore, Subspaces, fit_many, joined_ranks  # noqa: E402
-from drsa_core.collect import collect_pairs  # noqa: E402
+from drsa_core.collection import collect_pairs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from study.classes import find_classes  # noqa: E402
 from study.jobs import learned_job, single_job  # noqa: E402

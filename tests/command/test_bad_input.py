@@ -160,7 +160,7 @@ def test_subspaces_of_another_model_are_refused_unless_forced(folders, tmp_path)
 
 def test_files_that_hold_no_subspaces(folders, tmp_path) -> None:
     images = ("--images", folders[1] / "0_blobs", "--out", tmp_path / "maps")
-    assert "no file at" in refused("explain", MODEL, *INPUT, "--subspaces", "nowhere.safetensors", *images)
+    assert "nowhere.safetensors" in refused("explain", MODEL, *INPUT, "--subspaces", "nowhere.safetensors", *images)
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
     assert "not a whole safetensors file" in refused(
         "explain", MODEL, *INPUT, "--subspaces", tmp_path / "x.safetensors", *images
@@ -178,7 +178,7 @@ def test_names_and_work_folders_that_do_not_fit(finished, tmp_path) -> None:
         '{"S9": "x"}': "no block is named 'S9'",
         '["one"]': "names must be 2 different strings",
         '{"S1": 3}': "must hold a list of names",
-        "{": "cannot be read as JSON",
+        "{": "names.json is damaged",
     }.items():
         (tmp_path / "names.json").write_text(text)
         assert expected in refused("report", finished.work, "--names", tmp_path / "names.json", *out)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from drsa_core import Subspaces
+from drsa_core.storage import write_atomically
 from markupsafe import Markup, escape
 
 from ..findings import correlation_text, half_area, mixtures
 from ..progress import duration
 from ..results import AuditRecord, Explained
-from ..work import check_out, write_bytes
+from ..work import check_out
 from .charts import Line, choice_charts, choice_rows, concept_colours, line_chart, point_chart
 from .pictures import cropped, jpeg, over_photograph, packed, shrunk, strength
 from .verdict import Verdict, make_verdict
@@ -41,7 +42,7 @@ def write_report(folder: Path, out: Path) -> Path:
     record = AuditRecord.load(folder)
     explained = Explained.load(folder / record.explained)
     subspaces = Subspaces.load(folder / record.subspaces)
-    write_bytes(out, render(record, explained, subspaces).encode(errors="replace"))
+    write_atomically(out, render(record, explained, subspaces).encode(errors="replace"))
     return out
 
 
