@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from captum.attr import Attribution, InputXGradient, IntegratedGradients, ShapleyValueSampling
 from drsa_audit import Network
-from drsa_audit.networks import SuitableRules, is_torchvision_resnet, resnet_canonizer
+from drsa_audit.networks import SuitableRules, is_torchvision_resnet
 from drsa_audit.wrappers import (
     NAMES,
     SeededBatches,
@@ -24,6 +24,8 @@ from zennit.attribution import Gradient
 from zennit.composites import EpsilonGammaBox, MixedComposite, NameMapComposite
 from zennit.core import Composite
 from zennit.rules import Epsilon, Gamma
+
+from zennit_drsa import TorchvisionCanonizer
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def with_upper_gamma(network: Network, layer: str, gamma: float) -> Network:
         below = rules(None)
         if isinstance(rules, SuitableRules) and is_torchvision_resnet(network.model):
             # Without a layer these networks get Zennit's rules for ResNets, which have no γ.
-            below = EpsilonGammaBox(*rules.bounds(), gamma=rules.gamma, canonizers=[resnet_canonizer()])
+            below = EpsilonGammaBox(*rules.bounds(), gamma=rules.gamma, canonizers=[TorchvisionCanonizer()])
         # The first composite that knows a module decides.
         return MixedComposite([NameMapComposite([(above, rule)]), below])
 

@@ -14,7 +14,6 @@ import torchvision.models
 from drsa_core.evaluation import Preprocessing
 from PIL import Image
 from torch import Tensor, nn
-from zennit.canonizers import Canonizer
 from zennit.composites import EpsilonGammaBox, EpsilonPlus
 from zennit.core import Composite
 
@@ -183,7 +182,7 @@ class SuitableRules:
         if layer is not None and self.has_gamma:
             return ConvNetGamma(self.gamma, low=low, high=high, layer=layer)
         if is_torchvision_resnet(model):
-            return EpsilonPlus(canonizers=[resnet_canonizer()])
+            return EpsilonPlus(canonizers=[TorchvisionCanonizer()])
         for canonizer in (TimmCanonizer, TorchvisionCanonizer):
             if canonizer.suits(model):
                 return EpsilonGammaBox(low, high, gamma=self.gamma, canonizers=[canonizer()])
@@ -296,13 +295,6 @@ def network_of(model: nn.Module, name: str, transform: Transform) -> Network:
     rules = SuitableRules(model, tuple(transform.mean), tuple(transform.std))
     bare = Network(model, transform.size, Preprocessing.from_mean_std(0.0, 1.0), layer, rules)
     return bare.with_input(transform)
-
-
-def resnet_canonizer() -> Canonizer:
-    """Zennit's own, for torchvision's ResNets."""
-    from zennit.torchvision import ResNetCanonizer
-
-    return ResNetCanonizer()
 
 
 def is_torchvision_resnet(model: nn.Module) -> bool:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 from captum.attr import InputXGradient, IntegratedGradients, ShapleyValueSampling
 from drsa_core import Subspaces
-from torch import Tensor, nn
+from torch import Tensor
 from zennit.attribution import Gradient
-from zennit.canonizers import SequentialMergeBatchNorm
 from zennit.composites import EpsilonPlus
 from zennit.core import Composite
 
 from captum_drsa import DisentangledAttribution, ShapleyContext, patch_mask
-from zennit_drsa import (
-    DisentangledAttributor,
-    TimmCanonizer,
-    TorchvisionCanonizer,
-    TransformerGamma,
-    doctor,
-)
+from zennit_drsa import DisentangledAttributor, doctor
+from zennit_drsa.doctor import remedies
 
 from .networks import Network, Rules
 from .progress import BadInput, one_line
@@ -174,7 +169,7 @@ def choose_method(
         return Choice(wanted, network, f"{NAMES[wanted]}, as asked for.", False, None)
     first: dict[str, Any] | None = None
     failures: list[str] = []
-    for rules in _candidates(network):
+    for rules in _candidates(network, inputs):
         try:
             composite = rules(layer)
             own = rules is network.composite
@@ -197,16 +192,15 @@ def choose_method(
     return Choice("ig", network, reason, True, first)
 
 
-def _candidates(network: Network) -> list[Rules]:
-    """The network's own rules, then those of its family, then what suits many models."""
-    model, found = network.model, [network.composite]
-    builds: list[Callable[[], Any]] = [k for k in (TimmCanonizer, TorchvisionCanonizer) if k.suits(model)]
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        builds.append(SequentialMergeBatchNorm)
-    found += [lambda layer, build=build: EpsilonPlus(canonizers=[build()]) for build in builds]  # type: ignore[misc]
-    if TransformerGamma.suits(model):
-        found.append(lambda layer: TransformerGamma(layer=layer))
-    return [*found, lambda layer: EpsilonPlus()]
+def _candidates(network: Network, inputs: Tensor) -> Iterator[Rules]:
+    """The network's own rules, then those that the doctor would suggest; new composites each time."""
+    yield network.composite
+
+    def offered() -> Iterator[Any]:
+        return remedies(network.model, EpsilonPlus(), inputs)
+
+    for number, _ in enumerate(offered()):
+        yield lambda layer, number=number: next(islice(offered(), number, None))[1]  # type: ignore[misc]
 
 
 def _rules_name(composite: Composite) -> str:

@@ -160,9 +160,11 @@ def test_subspaces_of_another_model_are_refused_unless_forced(folders, tmp_path)
 
 def test_files_that_hold_no_subspaces(folders, tmp_path) -> None:
     images = ("--images", folders[1] / "0_blobs", "--out", tmp_path / "maps")
-    assert "nowhere.safetensors" in refused("explain", MODEL, *INPUT, "--subspaces", "nowhere.safetensors", *images)
+    assert "nowhere.safetensors" in refused(
+        "explain", MODEL, *INPUT, "--subspaces", "nowhere.safetensors", *images
+    )
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
-    assert "not a whole safetensors file" in refused(
+    assert "x.safetensors is damaged" in refused(
         "explain", MODEL, *INPUT, "--subspaces", tmp_path / "x.safetensors", *images
     )
     Subspaces(torch.eye(16), [8, 8]).save(tmp_path / "bare.safetensors")
