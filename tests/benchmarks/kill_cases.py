@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "shared"), str(ROOT / "examples")]
 
 from drsa_audit import audit_steps, find_classes, fitting  # noqa: E402
 from drsa_audit.work import Work  # noqa: E402
