@@ -309,7 +309,6 @@ class Experiment:
             schedule=self.evaluation.schedule,
             fill=self.evaluation.fill,
             batch_size=8,
-            workers=torch.get_num_threads(),
         )
         return {
             "aupc": curves.aupc.tolist(),

@@ -258,8 +258,6 @@ def model_fingerprint(model: nn.Module) -> str:
 
     The wrappers of `torch.compile` and `DataParallel` do not count.
 
-    Notes
-    -----
     A second call takes milliseconds: the digest is remembered until a tensor has another address or version
     counter. Torch does not count writes through `.data` or NumPy; for these, 16 values of each tensor are
     compared.
@@ -309,31 +307,29 @@ def describe_function(function: Any) -> str:
     return f"{getattr(function, '__module__', None)}.{name} {content_digest(function)}"
 
 
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SETTINGS = (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray, np.generic, types.FunctionType)
+
+
 def content_digest(*values: Any) -> str:
     """Short digest of settings, the same in every process.
 
     Containers, tensors and arrays count with their content, functions with their qualified name, defaults and
     captured values, other objects with their type and such attributes.
     """
-    digest = hashlib.sha256()
-    for value in values:
-        _feed(digest, value, 0)
-    return digest.hexdigest()[:12]
+    return hashlib.sha256(repr(_content(values, 0)).encode()).hexdigest()[:12]
 
 
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SETTINGS = (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray, np.generic, types.FunctionType)
-
-
-def _feed(digest: Any, value: Any, depth: int) -> None:
+def _content(value: Any, depth: int) -> Any:
+    """A value as nested lists of texts."""
     parts: Iterable[Any] = ()
     text = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Tensor):
-        text += f"{tuple(value.shape)}{value.dtype}"
-        digest.update(bytes_of(value))
+        text += f"{tuple(value.shape)}{value.dtype}{hashlib.sha256(bytes_of(value)).hexdigest()}"
     elif isinstance(value, np.ndarray | np.generic):
-        text += f"{value.shape}{value.dtype}"
-        digest.update(np.ascontiguousarray(value).tobytes())
+        text += f"{value.shape}{value.dtype}{hashlib.sha256(value.tobytes()).hexdigest()}"
+    elif isinstance(value, _PLAIN):
+        text += repr(value)
     elif isinstance(value, Mapping):
         parts = [part for key in sorted(value, key=repr) for part in (key, value[key])]
     elif isinstance(value, list | tuple):
@@ -349,12 +345,7 @@ def _feed(digest: Any, value: Any, depth: int) -> None:
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             parts = [value.__defaults__, value.__kwdefaults__, cells]
-    elif isinstance(value, _PLAIN):
-        text += repr(value)
     elif not isinstance(value, nn.Module):  # whatever else it holds may change in use
         parts = [{name: v for name, v in getattr(value, "__dict__", {}).items() if isinstance(v, _SETTINGS)}]
-    digest.update(f"<{text}>".encode())
-    if depth < 8:  # an object may hold itself
-        for part in parts:
-            _feed(digest, part, depth + 1)
-    digest.update(b"</>")
+    # An object may hold itself.
+    return [text, [_content(part, depth + 1) for part in parts] if depth < 8 else None]

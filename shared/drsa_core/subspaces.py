@@ -96,8 +96,6 @@ class Subspaces:
                 f"{what} must be the identity up to {tolerance:.1e}, but is off by {error:.1e}; {hint}"
             )
 
-    # ------------------------------------------------------------------ what it is
-
     @property
     def basis(self) -> Tensor:
         """The basis vectors U, block after block, shape (D, Σ dims)."""
@@ -188,8 +186,6 @@ class Subspaces:
         blocks = ", ".join(f"{name}: {d}" for name, d in zip(self.names, self.dims, strict=True))
         kind = "" if self.dual is None else ", dual"
         return f"Subspaces(n_features={self.n_features}, {blocks}{kind})"
-
-    # ------------------------------------------------------------------ what it does
 
     @full_precision()
     def relevance(self, a: Tensor, c: Tensor, dim: int = 1) -> Tensor:
@@ -310,8 +306,6 @@ class Subspaces:
         angles = scipy.linalg.subspace_angles(mine.double().cpu().numpy(), theirs.double().cpu().numpy())
         return torch.as_tensor(angles)
 
-    # ------------------------------------------------------------------ on disk
-
     def save(self, path: PathLike) -> None:
         """Write a safetensors file with the metadata as JSON in its header."""
         tensors = {"basis": self.basis}
@@ -325,8 +319,6 @@ class Subspaces:
         """Read what `save` wrote; ValueError with the path if the file is damaged. Nothing is unpickled."""
         tensors, header = read_tensors(path, _KIND, _FORMAT_VERSION, device)
         return cls(tensors["basis"], header["dims"], header["names"], tensors.get("dual"), header["metadata"])
-
-    # ------------------------------------------------------------------ helpers
 
     def _index(self, block: int | str) -> int:
         if not isinstance(block, str):

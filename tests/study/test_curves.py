@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drsa_core.evaluation import Summary
-from drsa_core.plot import delta_aupc_bars, flipping_curves, scores_against, training_curves
+from drsa_core.evaluation import ConceptAblation, Summary
+from study.curves import ablation_scatter, delta_aupc_bars, flipping_curves, scores_against, training_curves
 
 
 def heights(line: Any) -> np.ndarray[Any, Any]:
@@ -30,14 +30,6 @@ def test_flipping_curves_are_means_over_classes_with_their_area() -> None:
     assert axis.get_xlabel() == "share of patches removed"
     per_image = heights(flipping_curves([0, 0.5, 1], {"LRP": scores}).axes[0].lines[0])
     np.testing.assert_allclose(per_image, scores.mean(0))
-
-
-def test_training_curves_have_a_panel_for_each_method() -> None:
-    figure = training_curves(
-        {"DSA": {"cat": [1.0, 2.0]}, "DRSA": {"cat": [1.0, 3.0], "dog": [2.0, 4.0, 5.0]}}
-    )
-    assert [axis.get_title() for axis in figure.axes] == ["DSA", "DRSA"]
-    np.testing.assert_allclose(heights(figure.axes[1].lines[1]), [2, 4, 5])
 
 
 def test_a_class_has_one_colour_in_all_training_curves() -> None:
@@ -94,18 +86,16 @@ def test_delta_aupc_bars_are_sorted_by_the_last_method() -> None:
     assert [bar.get_width() for bars in axis.containers for bar in bars.patches] == [1, 2, 1.5, 3]
 
 
+def test_ablation_has_a_panel_for_each_method() -> None:
+    relevance = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    result = ConceptAblation(relevance, 2 * relevance.bfloat16(), torch.zeros(2), ("a", "b"))
+    figure = ablation_scatter({"DRSA": result, "random": result})
+    assert [axis.get_title() for axis in figure.axes] == ["DRSA: r = 1.00", "random: r = 1.00"]
+    np.testing.assert_allclose(heights(figure.axes[0].lines[1]), [4, 10])
+
+
 def test_bad_curves_are_named() -> None:
     with pytest.raises(ValueError, match=r"scores of 'LRP' must have shape \(n_images, 2\), got \(1, 3\)"):
         flipping_curves([0, 1], {"LRP": torch.zeros(1, 3)})
-    with pytest.raises(ValueError, match="at least one method"):
-        flipping_curves([0, 1], {})
-    with pytest.raises(ValueError, match="NaN"):
-        flipping_curves([0, 1], {"LRP": torch.full((1, 2), torch.nan)})
-    with pytest.raises(ValueError, match="at least one class"):
-        training_curves({"DRSA": {}})
-    with pytest.raises(ValueError, match="for each of the 2 x, got 0"):
-        scores_against([1, 2], {"AUPC": {"DRSA": []}}, "K")
-    with pytest.raises(ValueError, match="at least one score"):
-        scores_against([1, 2], {}, "K")
     with pytest.raises(ValueError, match="the same classes; 'DSA' differs"):
         delta_aupc_bars({"DSA": {"cat": 1.0}, "DRSA": {"dog": 1.0}})

@@ -1,4 +1,4 @@
-"""Coloured sentences and bars per feature: joined word pieces, one scale, totals, escaping, accessibility."""
+"""Coloured sentences: joined word pieces, one scale, totals, escaping, a text for every word."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from drsa_core import plot
-from drsa_core.plot.style import AGAINST, FOR
-from drsa_core.plot.words import as_words
-from matplotlib.axes import Axes
+from drsa_core.plot.tokens import as_words
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
@@ -36,6 +34,8 @@ def test_word_pieces_are_joined_and_their_relevance_is_added_up() -> None:
     assert words.follows == [False, False, False, True, False, False]
     torch.testing.assert_close(words.relevance[:, 1], values[:, 1:4].sum(1))
     torch.testing.assert_close(words.relevance.sum(1), values.sum(1))
+    embedded = as_words(TOKENS, values[..., None] * torch.tensor([0.25, 0.75]))
+    torch.testing.assert_close(embedded.relevance, words.relevance)
     apart = as_words(TOKENS, values, join=False)
     assert apart.texts == ["[CLS]", "un", "believ", "able", "cats", ",", "again", "[SEP]"]
     assert apart.follows[2:4] == [True, True]
@@ -55,24 +55,18 @@ def test_other_tokenizers(tokens: list[str], expected: list[str]) -> None:
     assert as_words(tokens, maps(1, len(tokens))).texts == expected
 
 
-def test_the_features_of_an_embedding_are_added_up() -> None:
-    values = torch.randn(2, len(TOKENS), 5, generator=torch.Generator().manual_seed(1)).double()
-    torch.testing.assert_close(as_words(TOKENS, values).relevance, as_words(TOKENS, values.sum(2)).relevance)
-
-
-def test_tokens_and_maps_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"T = 8 tokens, got \(2, 7\)"):
-        plot.concept_text(TOKENS, maps(2, 7))
-    with pytest.raises(ValueError, match=r"attribute\(ids, …\)\[0\]"):
-        plot.concept_text_html(TOKENS, maps()[0])
-    with pytest.raises(TypeError, match="tokens must be a sequence of strings"):
-        plot.concept_text("a sentence", maps(2, 10))
-    with pytest.raises(TypeError, match="tokens must be a sequence of strings"):
-        plot.concept_text([1, 2], maps(2, 2))  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        plot.concept_text(TOKENS, maps() * float("nan"))
-    with pytest.raises(ValueError, match="names must be 2 strings"):
-        plot.concept_text(TOKENS, maps(), ["one"])
+@pytest.mark.parametrize(
+    ("error", "message", "tokens", "values"),
+    [
+        (ValueError, r"T = 8 tokens, got \(2, 7\)", TOKENS, maps(2, 7)),
+        (ValueError, r"attribute\(ids, …\)\[0\]", TOKENS, maps()[0]),
+        (TypeError, "tokens must be a sequence of strings", "a sentence", maps(2, 10)),
+        (ValueError, "NaN or Inf", TOKENS, maps() * torch.nan),
+    ],
+)
+def test_tokens_and_maps_that_do_not_fit(error, message: str, tokens, values: torch.Tensor) -> None:
+    with pytest.raises(error, match=message):
+        plot.concept_text(tokens, values)
 
 
 # ---------------------------------------------------------------------- the figure
@@ -193,56 +187,3 @@ def test_tokens_titles_and_names_are_escaped() -> None:
     assert set(found.tags) == {"section", "p", "span"}
     assert found.words[0]["text"] == evil
     assert found.words[1]["aria-label"].startswith('"quoted": relevance')
-
-
-def test_letters_can_be_read_on_every_colour() -> None:
-    """Contrast of at least 4.5 : 1 (WCAG 2, level AA) between letters and the strongest colours."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    page = plot.concept_text_html(["up", "down"], torch.tensor([[1.0, -1.0]]))
-    backgrounds = {word["style"].split("#")[1][:6] for word in Spans(page).words}
-    assert len(backgrounds) == 2
-    for background in backgrounds:
-        assert (luminance(background) + 0.05) / (luminance("111111") + 0.05) > 4.5
-
-
-# ---------------------------------------------------------------------- tables
-
-
-def widths(axis: Axes) -> list[float]:
-    return [bar.get_width() for bar in axis.patches if isinstance(bar, Rectangle)]
-
-
-def test_bars_of_features() -> None:
-    values = torch.tensor([[3.0, -1.0, 0.0, 0.5], [0.0, 2.0, -4.0, 0.5]])
-    figure = plot.concept_bars(
-        values, ["a", "b", "c", "d"], ["one", "two"], values=torch.tensor([1, 2, 3, 4.5]), n_features=3
-    )
-    first, second = figure.axes
-    assert [tick.get_text() for tick in first.get_yticklabels()] == ["c = 3", "a = 1", "b = 2", "1 others"]
-    assert widths(first) == pytest.approx([0, 3, -1, 0.5])
-    assert widths(second) == pytest.approx([-4, 0, 2, 0.5])
-    assert to_hex(first.patches[1].get_facecolor()) == FOR
-    assert to_hex(second.patches[0].get_facecolor()) == AGAINST
-    assert first.get_xlim() == second.get_xlim()
-    assert "R = 2.5" in first.get_title()
-    assert "R = -1.5" in second.get_title()
-
-
-def test_bars_of_many_examples_are_means() -> None:
-    values = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(0)).double()
-    axes = plot.concept_bars(values, n_features=None).axes
-    order = values.mean(0).abs().amax(0).argsort(descending=True)
-    for k in range(2):
-        expected = values.mean(0)[k, order].tolist()
-        assert widths(axes[k]) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="features must be 3 strings"):
-        plot.concept_bars(values, ["a"])
-    with pytest.raises(ValueError, match="values must be 3"):
-        plot.concept_bars(values, values=["1"])
-    with pytest.raises(ValueError, match=r"\(K, F\) or \(N, K, F\)"):
-        plot.concept_bars(values[0, 0])

@@ -1,22 +1,21 @@
-"""Curves of the evaluation: patch flipping, training, scores against d, K and layers, ΔAUPC by class."""
+"""Curves of the paper's experiments: flipping, training, scores against d, K and layers, ΔAUPC, ablation."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from drsa_core.checks import as_float_tensor, check_finite
+from drsa_core.evaluation import ConceptAblation, Summary, class_means
+from drsa_core.plot.style import strip
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, NullLocator
 from torch import Tensor
 
-from ..checks import check_finite
-from ..evaluation.statistics import Summary, class_means
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 #: Lines must be told apart without colour, too.
-_MARKERS = "osD^vP*X"
+MARKERS = "osD^vP*X"
 
 
 def flipping_curves(
@@ -38,17 +37,12 @@ def flipping_curves(
         error over classes. Without it every image counts as a class.
     ylabel : str
     """
-    from matplotlib.figure import Figure
-
     if not scores:
         raise ValueError("scores must hold at least one method, got none")
     share = torch.as_tensor(share, dtype=torch.float64)
-    if share.ndim != 1:
-        raise ValueError(f"share must have shape (T + 1,), got {tuple(share.shape)}")
-    check_finite(share, "share")
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
-    for number, (name, values) in enumerate(scores.items()):
+    for marker, (name, values) in enumerate(scores.items()):
         values = torch.as_tensor(values, dtype=torch.float64)
         if values.ndim != 2 or values.shape[1] != len(share):
             raise ValueError(
@@ -59,16 +53,14 @@ def flipping_curves(
         by_class = torch.tensor([list(class_means(column, labels).values()) for column in values.T]).T
         mean = by_class.mean(0)
         area = float(torch.trapezoid(mean.double(), share))
-        axis.plot(share, mean, marker=_MARKERS[number % 8], markersize=4, label=f"{name} ({area:.2f})")
+        axis.plot(share, mean, marker=MARKERS[marker % 8], markersize=4, label=f"{name} ({area:.2f})")
         if len(by_class) > 1:
             error = by_class.std(0) / len(by_class) ** 0.5
             axis.fill_between(share, mean - error, mean + error, alpha=0.15)
-    axis.set_xlabel("share of patches removed")
-    axis.set_ylabel(ylabel)
-    axis.set_xlim(0, 1)
+    axis.set(xlabel="share of patches removed", ylabel=ylabel, xlim=(0, 1))
     axis.set_ylim(bottom=0)
     axis.legend(title="method (AUPC, lower is better)", fontsize=8, title_fontsize=8)
-    _strip(axis)
+    strip(axis)
     return figure
 
 
@@ -80,8 +72,6 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
     histories : mapping of str to mapping of str to sequence of float
         Method → class → `history_` of the fitted solver.
     """
-    from matplotlib.figure import Figure
-
     if not histories or not all(histories.values()):
         raise ValueError("histories must hold at least one method with at least one class, got none")
     # A class has one colour in all panels, of which the last one has the legend of all.
@@ -99,7 +89,7 @@ def training_curves(histories: Mapping[str, Mapping[str, Sequence[float]]]) -> F
         axis.set_xlabel("iteration")
         axis.set_xscale("symlog", linthresh=10)  # most of the gain is made at the beginning
         axis.set_xlim(left=0)
-        _strip(axis)
+        strip(axis)
     axes[0].set_ylabel("objective")
     if len(names) <= 8:
         _legend_of_all(axes[-1], axes)
@@ -124,9 +114,6 @@ def scores_against(
     references : mapping of str to float, optional
         Score → a value for a dashed line, e.g. that of no subspace projection.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter, NullLocator
-
     if not panels:
         raise ValueError("panels must hold at least one score, got none")
     figure = Figure(figsize=(3.9 * len(panels), 3.4), layout="constrained")
@@ -151,7 +138,7 @@ def scores_against(
                 means,
                 errors,
                 color=f"C{number}",
-                marker=_MARKERS[number % 8],
+                marker=MARKERS[number % 8],
                 markersize=5,
                 capsize=3,
                 label=method,
@@ -165,7 +152,7 @@ def scores_against(
         axis.set_xticks(list(places), [str(value) for value in x])
         axis.set_xlabel(xlabel)
         axis.set_title(score)
-        _strip(axis)
+        strip(axis)
     _legend_of_all(axes[0], axes)
     return figure
 
@@ -178,8 +165,6 @@ def delta_aupc_bars(gains: Mapping[str, Mapping[str, float]]) -> Figure:
     gains : mapping of str to mapping of str to float
         Method → class → ΔAUPC, from `delta_aupc`. The classes are sorted by the last method.
     """
-    from matplotlib.figure import Figure
-
     if not gains or not all(gains.values()):
         raise ValueError("gains must hold at least one method with at least one class, got none")
     order = sorted(list(gains.values())[-1].items(), key=lambda item: item[1])
@@ -199,7 +184,34 @@ def delta_aupc_bars(gains: Mapping[str, Mapping[str, float]]) -> Figure:
     axis.set_xlabel("ΔAUPC (higher: more disentangled)")
     handles, labels = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], labels[::-1], fontsize=8)  # as the bars lie
-    _strip(axis)
+    strip(axis)
+    return figure
+
+
+def ablation_scatter(results: Mapping[str, ConceptAblation]) -> Figure:
+    """Drop of the score against R_k: a panel for each method, a dot for each image and concept.
+
+    Parameters
+    ----------
+    results : mapping of str to ConceptAblation
+        Method → result of `drsa_core.evaluation.concept_ablation` on the same images.
+    """
+    figure = Figure(figsize=(3.2 * len(results), 3.3), layout="constrained")
+    axes = figure.subplots(1, len(results), squeeze=False)[0]
+    for axis, (name, result) in zip(axes, results.items(), strict=True):
+        relevance = as_float_tensor(result.relevance, f"relevance of {name}").cpu()
+        drop = as_float_tensor(result.drop, f"drop of {name}").cpu()  # in the model's precision
+        for k, concept in enumerate(result.names):
+            axis.plot(relevance[:, k], drop[:, k], ".", label=concept, alpha=0.7)
+        both = torch.cat([relevance.flatten(), drop.flatten()])
+        ends = (float(both.min()), float(both.max()))
+        axis.plot(ends, ends, color="black", linewidth=0.8, linestyle="--")
+        axis.set_title(f"{name}: r = {result.correlation:.2f}")
+        axis.set_xlabel("relevance R_k")
+        strip(axis)
+    axes[0].set_ylabel("drop of the score without the concept")
+    if max(len(result.names) for result in results.values()) <= 8:
+        axes[0].legend(fontsize=7)
     return figure
 
 
@@ -210,7 +222,3 @@ def _legend_of_all(axis: Axes, axes: Iterable[Axes]) -> None:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     axis.legend(list(handles.values()), list(handles), fontsize=8)
-
-
-def _strip(axis: Axes) -> None:
-    axis.spines[["top", "right"]].set_visible(False)
