@@ -201,7 +201,7 @@ class Explainer(ABC):
         if made.target != used.target and (made.counts_from_the_end or used.counts_from_the_end):
             n = self._n_outputs(inputs, args)  # negative targets count from the end
             made, used = made.with_outputs(n), used.with_outputs(n)
-        check_provenance(made, used, "subspaces", self.strict, 6)
+        check_provenance(made, used, "subspaces", self.strict)
 
     def _position_relevance(self, activation: Tensor, context: Tensor) -> Tensor:
         """R_k at each position, shape (N, K, *positions)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .checks import warn_user
 from .subspaces import Subspaces
 from .targets import Target, select_scores, target_of_example
 
@@ -268,10 +268,9 @@ def as_activation(
             f"{shape}; use 1 for (N, D, …), -1 for tokens (N, T, D)"
         )
     if channel_dim == 1 and len(shape) > 2 and _has_features_last(layer, shape):
-        warnings.warn(
+        warn_user(
             f"the activation of layer {name!r} has shape {shape}, which looks like tokens of {shape[-1]} "
             "features, but channel_dim=1 splits the tokens; set channel_dim=-1 to split features",
-            stacklevel=2,
         )
     return output
 
@@ -525,23 +524,21 @@ def lost_relevance(a: Tensor, relevance: Tensor) -> float:
 
 def warn_of_loss(lost: float, layer_name: str) -> None:
     """Warn that relevance sits on zero activations."""
-    warnings.warn(
+    warn_user(
         f"{lost:.1%} of the relevance at layer {layer_name!r} sits on zero activations and is lost; the "
         "concept maps do not add up to the whole. Choose a layer whose zero activations carry no relevance "
         "(after the activation function, say), or rules that give them none",
         RelevanceLossWarning,
-        stacklevel=3,
     )
 
 
 def warn_of_bypass(share: float, layer_name: str) -> None:
     """Warn that a part of what reaches the inputs goes around the layer."""
-    warnings.warn(
+    warn_user(
         f"{share:.1%} of what reaches the input goes around layer {layer_name!r} (a skip connection, say) "
         "and is in none of the concept maps, so that they do not add up to the whole. Choose the block "
         "around it, whose output is all that the layers above see",
         RelevanceLossWarning,
-        stacklevel=3,
     )
 
 
@@ -577,7 +574,7 @@ def warn_of_training(model: nn.Module) -> None:
             else "normalises by the statistics of the batch, in evaluation mode too; use "
             "track_running_stats=True, or explain the same batch each time"
         )
-        warnings.warn(f"{where} {message}", stacklevel=3)
+        warn_user(f"{where} {message}")
 
 
 def _is_unsafe_in_training(module: nn.Module) -> bool:
