@@ -153,7 +153,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             self._is_validated = True
             self._check_use(module)
             if args and isinstance(args[0], Tensor):
-                validate(module, None, self._name, args[0][:1], registered=True, slot=self.signal)
+                validate(module, None, self._name, args[0], registered=True, slot=self.signal)
         self._n_runs = 0
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
