@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from captum._utils.common import _run_forward
 from captum.attr import LRP, Attribution, DeepLift, NoiseTunnel
-from captum.attr._core.deep_lift import SUPPORTED_NON_LINEAR
 from captum.attr._utils.common import _format_callable_baseline
 from captum.attr._utils.lrp_rules import EpsilonRule, PropagationRule
 from captum.log import log_usage
@@ -43,20 +42,9 @@ def draw_baselines(baselines: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, ...
 class Network(nn.Module):
     """The network as Captum runs it; its output are the explained scores (n,), or what subclasses read.
 
-    Called with the inputs, the further arguments that have a row for each example, and last the numbers (n,)
-    of the examples that the rows come from. Captum repeats these as it repeats the rows, for steps or
-    samples: the numbers say whose target and context is meant. What is the same for all stays outside.
-
-    Parameters
-    ----------
-    request : Request
-    has_concept_axis : bool
-        Whether the inputs come as (n, 1, …).
-
-    Attributes
-    ----------
-    additional_args : tuple
-        What Captum is to hand on after the inputs.
+    Called with the inputs, (n, 1, …) with a concept axis, and `additional_args`: further arguments that have
+    a row for each example, and the numbers (n,) of the examples that the rows come from. Captum repeats these
+    with the rows, for steps or samples: the numbers say whose target and context is meant.
     """
 
     def __init__(self, request: Request, has_concept_axis: bool = False) -> None:
@@ -129,11 +117,10 @@ def for_network(method: Attribution, network: Network, has_concepts: bool = Fals
 # ---------------------------------------------------------------------- hooks and rules
 
 
-def hand_inputs_on_by_place(method: LRP | DeepLift, model: nn.Module) -> None:
+def hand_inputs_on_by_place(model: nn.Module) -> None:
     """Let the hooks of LRP and DeepLift see inputs that a model gives by keyword, `conv(input=x)`."""
     for module in model.modules():
-        is_hooked = isinstance(method, LRP) or type(module) in SUPPORTED_NON_LINEAR
-        if is_hooked and next(module.children(), None) is None:
+        if next(module.children(), None) is None:
             module.register_forward_pre_hook(_by_place, prepend=True, with_kwargs=True)
 
 
@@ -157,12 +144,7 @@ def rules_on(model: nn.Module) -> list[tuple[str, PropagationRule]]:
 def lrp_rules_in_force(method: LRP, request: Request, verbose: bool = False) -> tuple[Tensor, Tensor]:
     """Put LRP's rules on the model, which stay until `restored` takes them off.
 
-    Returns
-    -------
-    output : tensor
-        Of the model itself.
-    activation : tensor, shape (N, …, D, …)
-        Its own activation at the layer, not the one under the rules' weights.
+    Returns the model's own output and activation at the layer, not those under the rules' weights.
     """
     lrp, activations = copy.copy(method), []
     lrp.verbose, lrp.model = verbose, eager(method.model)

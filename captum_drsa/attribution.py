@@ -11,16 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from captum.attr import (
-    LRP,
-    Attribution,
-    DeepLift,
-    GradientShap,
-    InputXGradient,
-    LayerGradientXActivation,
-    NoiseTunnel,
-    Occlusion,
-)
+from captum import attr
 from drsa_core import Explanation, Losses, Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.checks import as_int, check_finite
 from drsa_core.contexts import ContextMethod, GradientContext
@@ -68,7 +59,7 @@ class _Steps:
     output: Any = None
 
 
-class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # Captum is not typed for mypy here
+class DisentangledAttribution(attr.Attribution, Explainer):  # type: ignore[misc]  # Captum is not typed for mypy here
     """Wraps a Captum attributor, as `NoiseTunnel` does; `attribute` returns K maps (N, K, *input).
 
     Step 1 (Note B) finds the context c of the activations at `layer`; step 2 has the wrapped method explain
@@ -110,10 +101,10 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
 
     def __init__(
         self,
-        attribution_method: Attribution,
+        attribution_method: attr.Attribution,
         layer: str | nn.Module,
         subspaces: Subspaces | None = None,
-        context_method: str | ContextMethod | Attribution | None = None,
+        context_method: str | ContextMethod | attr.Attribution | None = None,
         channel_dim: int = 1,
         strict: bool = False,
     ) -> None:
@@ -130,15 +121,17 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
         self.strict = strict
         self._context_method = choose_context(context_method, attribution_method, self._model, self.layer)
         self._own_context = context_method is None
-        in_tunnel = isinstance(attribution_method, NoiseTunnel)
+        in_tunnel = isinstance(attribution_method, attr.NoiseTunnel)
         # Step 2 goes on with the forward pass of step 1 where the method asks for no other.
         self._in_one_pass = (
             self._record.in_one_pass and not in_tunnel and isinstance(self._context_method, GradientContext)
         )
+        of_context = [getattr(self._context_method, name, None) for name in ("method", "attributor")]
+        self._has_hooks = any(
+            isinstance(method, attr.LRP | attr.DeepLift)
+            for method in (within_tunnels(attribution_method), *of_context)
+        )
         if self._record.at_input is not None:
-            if not isinstance(attribution_method.layer, nn.Module):
-                kind = type(attribution_method.layer).__name__
-                raise TypeError(f"the layer method must have one layer, a module, got {kind}")
             self._lower_name, self._lower_layer = self._found(attribution_method.layer)
             if self._lower_layer is self.layer:
                 raise ValueError(
@@ -166,7 +159,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
 
     def has_convergence_delta(self) -> bool:
         """As of the wrapped method, except that a wrapped `NoiseTunnel` has none: its noise is not known."""
-        if isinstance(self.attribution_method, NoiseTunnel):
+        if isinstance(self.attribution_method, attr.NoiseTunnel):
             return False
         return bool(self.attribution_method.has_convergence_delta())
 
@@ -262,9 +255,15 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
                 entries = entries_per_feature(options.get("feature_mask"), request.inputs[0])
         whole_map = None
         # Captum's LRP of a function begins otherwise.
-        if whole and not (isinstance(method, LRP) and callable(target)):
+        if whole and not (isinstance(method, attr.LRP) and callable(target)):
             with torch.inference_mode(False), self._restored():  # only then LRP's rules are off the model
-                whole_map = self._whole(*self._prepared(inputs, target, further, kwargs))
+                request, method, options = self._prepared(inputs, target, further, kwargs)
+                x, scores = request.inputs[0].detach().clone(), Network(request)
+                x.requires_grad_(self._record.needs_gradient)  # else Captum does it, and warns
+                method = for_network(method, scores)
+                whole_map = method.attribute(
+                    x, additional_forward_args=scores.additional_args, **options
+                ).detach()
         return self._explanation(
             inputs,
             steps.activation,
@@ -276,12 +275,12 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             losses=Losses(steps.lost, around),
             # Saliency takes absolute values, of which no sum is that of the parts.
             adds_up_by_pixel=isinstance(
-                self.attribution_method, LRP | InputXGradient | LayerGradientXActivation
+                self.attribution_method, attr.LRP | attr.InputXGradient | attr.LayerGradientXActivation
             )
             and (self._own_context or self._in_one_pass),
             # Windows of Occlusion may overlap; smoothgrad_sq and vargrad are squares.
             is_relevance=self.multiplies_by_inputs
-            and not isinstance(self.attribution_method, Occlusion)
+            and not isinstance(self.attribution_method, attr.Occlusion)
             and kwargs.get("nt_type", "smoothgrad") == "smoothgrad",
             entries_per_feature=entries,
         )
@@ -324,8 +323,8 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
 
     def _steps(self, request: Request, method: Any, options: dict[str, Any]) -> _Steps:
         """K maps; to be used inside `_restored`."""
-        adds_noise = isinstance(method, GradientShap) and bool(np.any(options.get("stdevs", 0)))
-        if adds_noise or isinstance(method, NoiseTunnel):
+        adds_noise = isinstance(method, attr.GradientShap) and bool(np.any(options.get("stdevs", 0)))
+        if adds_noise or isinstance(method, attr.NoiseTunnel):
             for x in request.inputs:
                 refuse_noise_on_padding(self._known_model(), x)
         if not (self._in_one_pass or self._record.explain is None):
@@ -373,16 +372,6 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             check_fits(activation, self.subspaces.n_features, self.layer_name, self.channel_dim)
         return activation, context, lost
 
-    def _whole(self, request: Request, method: Any, options: dict[str, Any]) -> Tensor:
-        """The map of the wrapped method."""
-        scores, x = Network(request), request.inputs[0].detach().clone()
-        whole: Tensor = for_network(method, scores).attribute(
-            x.requires_grad_(self._record.needs_gradient),  # else Captum does it, and warns
-            additional_forward_args=scores.additional_args,
-            **options,
-        )
-        return whole.detach()
-
     def _delta(self, request: Request, steps: _Steps, baselines: Any) -> Tensor:
         exact = torch.promote_types(steps.maps[0].dtype, torch.float32)
         of_inputs = [m.reshape(*m.shape[:2], -1).sum(2, dtype=exact) for m in steps.maps]
@@ -394,7 +383,7 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
     def _total(self, request: Request, activation: Tensor, context: Tensor, baselines: Any) -> Tensor:
         model, together = RelevanceModel(request, context, self._fitted()), None
         if self._record.draws_baselines:  # GradientShap draws those of each input by themselves
-            is_shap = isinstance(within_tunnels(self.attribution_method), GradientShap)
+            is_shap = isinstance(within_tunnels(self.attribution_method), attr.GradientShap)
             together = product if is_shap else partial(zip, strict=True)
         with torch.no_grad():
             example = torch.arange(len(request), device=activation.device)
@@ -408,14 +397,13 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
             baselines, is_distribution = draw_baselines(baselines, request.inputs), True
         given = baselines if isinstance(baselines, tuple) else (baselines,)
         for b, x in zip(given if self._record.needs_gradient else (), request.inputs, strict=False):
-            if not isinstance(b, Tensor):
-                continue
-            pairs = zip(b.shape[is_distribution:], x.shape[is_distribution:], strict=False)
-            if b.ndim != x.ndim or any(mine not in (1, theirs) for mine, theirs in pairs):
-                rows = "any number of rows" if is_distribution else "its number of rows, or one row"
-                raise ValueError(
-                    f"baselines of an input {tuple(x.shape)} must have its shape with {rows}, got "
-                    f"{tuple(b.shape)}"  # Captum would print the whole tensors
+            shape, wanted = getattr(b, "shape", x.shape), x.shape
+            pairs = zip(shape[is_distribution:], wanted[is_distribution:], strict=False)
+            if len(shape) != len(wanted) or any(mine not in (1, theirs) for mine, theirs in pairs):
+                rows = "any number of rows" if is_distribution else "as many rows, or one"
+                raise ValueError(  # Captum would print the whole tensors
+                    f"baselines of an input {tuple(wanted)} must have its shape with {rows}, got "
+                    f"{tuple(shape)}"
                 )
         return baselines
 
@@ -448,10 +436,8 @@ class DisentangledAttribution(Attribution, Explainer):  # type: ignore[misc]  # 
                 "method; pass masks as additional_forward_args"
             )
         warn_of_training(self._known_model())
-        of_context = (getattr(self._context_method, name, None) for name in ("method", "attributor"))
-        for method in (self.attribution_method, *of_context):
-            if isinstance(method, LRP | DeepLift | NoiseTunnel):
-                hand_inputs_on_by_place(within_tunnels(method), self._known_model())
+        if self._has_hooks:
+            hand_inputs_on_by_place(self._known_model())
         options, at_input = dict(given or {}), self._record.at_input
         if at_input is not None:
             network = FromLayer(request, self._lower_layer, self._lower_name)
@@ -506,13 +492,13 @@ def _as_tuple(args: Any) -> tuple[Any, ...]:
 
 
 def collect(
-    attribution_method: Attribution,
+    attribution_method: attr.Attribution,
     layer: str | nn.Module,
     loader: Iterable[Any],
     target: Target | str,
     positions: int | None = 20,
     *,
-    context_method: str | ContextMethod | Attribution | None = None,
+    context_method: str | ContextMethod | attr.Attribution | None = None,
     channel_dim: int = 1,
     random_state: int | None = None,
     progress: bool | None = None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 
 import torch
 from captum.attr import LRP, LayerAttribution, PerturbationAttribution, ShapleyValueSampling
 from drsa_core import context_from_relevance, lost_relevance
+from drsa_core.checks import warn_user
 from drsa_core.contexts import UpperNetwork, contexts_by_example, rows_per_run
 from drsa_core.layer import TOLERANCE, Cut, Request, Split, eager, warn_of_loss
 from drsa_core.model_state import restored
@@ -62,12 +62,11 @@ class ShapleyContext:
             # Where activations cancel, R_j / Σ a_j is out of all measure.
             share = float(maps[sums.abs() < 0.1 * sizes].abs().sum() / maps.abs().sum().clamp(min=1e-30))
             if share > 0.1:
-                warnings.warn(
+                warn_user(
                     f"{share:.0%} of the relevance at layer {request.layer_name!r} is on feature maps whose "
                     "positive and negative activations cancel, so that the Shapley contexts R_j / Σ a_j are "
                     "very large there. They are meant for layers after a ReLU: choose one, or set "
                     "context_method='integrated_gradients' or 'gradient'",
-                    stacklevel=2,
                 )
             return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
 
@@ -163,18 +162,14 @@ class LRPContext:
 
 
 def lrp_split(method: LRP, request: Request, verbose: bool = False) -> tuple[Split, Tensor]:
-    """The pass under Captum's rules, cut at the layer, and the output of the model itself.
-
-    To be used inside `restored`: the rules stay on the model until that is left.
-    """
+    """The pass under Captum's rules, cut at the layer, and the model's own output; inside `restored`."""
     if not all(x.is_floating_point() for x in request.inputs):
         raise TypeError(
             "Captum's LRP needs floating-point inputs, and has no contexts for token numbers; use "
             "context_method='gradient' or 'integrated_gradients'"
         )
     output, activation = lrp_rules_in_force(method, request, verbose)
-    # Relevance at the output: itself at the target and 0 elsewhere for an index, the one minus the other for
-    # a difference of logits.
+    # Relevance at the output: that itself at an index and 0 elsewhere; the one minus the other for y₁ − y₂.
     start = output * gradient_at_output(output, request.target, len(request))
     try:
         return Split(request, start=lambda _: start, passes_relevance=True, activation=activation), output
@@ -191,8 +186,7 @@ def lrp_split(method: LRP, request: Request, verbose: bool = False) -> tuple[Spl
 def bare_pass(request: Request) -> tuple[Tensor, Tensor, float | None]:
     """Activation (N, …, D, …), score (N,), and the share of the gradient that goes around the layer.
 
-    A method without gradients cannot see that share; there is a warning if it is large. None for models that
-    cannot be differentiated.
+    None for models that cannot be differentiated.
     """
     if all(x.is_floating_point() for x in request.inputs):
         try:

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from captum.attr import (
-    Attribution,
-    DeepLift,
-    FeatureAblation,
-    InputXGradient,
-    IntegratedGradients,
-    Saliency,
-)
+from captum import attr
 from drsa_core.layer import Request
 from torch import Tensor, nn
 
@@ -28,14 +21,7 @@ from torch import Tensor, nn
 class FromLayer(nn.Module):
     """A network as a function of the output e of a layer, its own inputs being further arguments.
 
-    To be used inside `restored`, which takes its hook off the layer.
-
-    Parameters
-    ----------
-    request : Request
-        What is to be explained, with the network's own inputs.
-    layer, layer_name
-        The layer of the layer method.
+    `request` has the network's own inputs. To be used inside `restored`, which takes the hook off the layer.
     """
 
     def __init__(self, request: Request, layer: nn.Module, layer_name: str) -> None:
@@ -116,32 +102,27 @@ def as_tensors(request: Request, baselines: Any) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class AtInput:
-    """How a layer method becomes one for inputs.
+    """How a layer method becomes one for inputs: it and the network from its layer on ↦ its counterpart.
 
-    Attributes
-    ----------
-    attributor : function
-        The layer method and the network from the layer on ↦ its counterpart.
-    has_baselines_of_inputs : bool
-        Whether its baselines are given as inputs, rather than as outputs of the layer, `layer_baselines`.
+    Its baselines are given as inputs, or else as outputs of the layer, `layer_baselines`.
     """
 
-    attributor: Callable[[Any, FromLayer], Attribution]
-    has_baselines_of_inputs: bool = True
+    attributor: Callable[[Any, FromLayer], attr.Attribution]
+    has_baselines_of_inputs: bool = False
 
     def options(self, network: FromLayer, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the layer method as those of its counterpart."""
-        options = {"layer_baselines": "baselines", "layer_mask": "feature_mask"}
-        options = {options.get(name, name): value for name, value in given.items()}
+        names = {"layer_baselines": "baselines", "layer_mask": "feature_mask"}
+        options = {names.get(name, name): value for name, value in given.items()}
         if options.pop("attribute_to_layer_input", False):
             raise ValueError(
                 "attribute_to_layer_input=True cannot be split into concepts; name the layer before, whose "
                 "output it is"
             )
-        if "baselines" in given and not self.has_baselines_of_inputs:
+        if self.has_baselines_of_inputs:
+            options["baselines"] = self.baselines(network, given.get("baselines"))
+        elif "baselines" in given:
             raise TypeError("this layer method takes layer_baselines, of the layer's output, not baselines")
-        if "baselines" in given:
-            options["baselines"] = self.baselines(network, given["baselines"])
         return options
 
     def baselines(self, network: FromLayer, given: Any) -> Any:
@@ -153,7 +134,7 @@ class AtInput:
         return network.output_of(tuple(reference.expand_as(x) for reference, x in pairs))
 
 
-class _SignedGradient(Saliency):  # type: ignore[misc]  # Captum is not typed for mypy here
+class _SignedGradient(attr.Saliency):  # type: ignore[misc]  # Captum is not typed for mypy here
     """The gradient with its sign: `LayerGradientXActivation(multiply_by_inputs=False)`."""
 
     def attribute(self, *args: Any, **options: Any) -> Any:
@@ -161,21 +142,22 @@ class _SignedGradient(Saliency):  # type: ignore[misc]  # Captum is not typed fo
 
 
 # By name, not lambdas, so that wrappers can be pickled.
-def _path(method: Any, network: FromLayer) -> Attribution:
-    return IntegratedGradients(network, method.multiplies_by_inputs)
+def _path(method: Any, network: FromLayer) -> attr.Attribution:
+    return attr.IntegratedGradients(network, method.multiplies_by_inputs)
 
 
-def _gradient(method: Any, network: FromLayer) -> Attribution:
-    return InputXGradient(network) if method.multiplies_by_inputs else _SignedGradient(network)
+def _gradient(method: Any, network: FromLayer) -> attr.Attribution:
+    return attr.InputXGradient(network) if method.multiplies_by_inputs else _SignedGradient(network)
 
 
-def _deep_lift(method: Any, network: FromLayer) -> Attribution:
-    return DeepLift(network, method.multiplies_by_inputs, method.eps)
+def _deep_lift(method: Any, network: FromLayer) -> attr.Attribution:
+    return attr.DeepLift(network, method.multiplies_by_inputs, method.eps)
 
 
-def _ablation(method: Any, network: FromLayer) -> Attribution:
-    return FeatureAblation(network)
+def _ablation(method: Any, network: FromLayer) -> attr.Attribution:
+    return attr.FeatureAblation(network)
 
 
-PATH, GRADIENT, DEEP_LIFT = AtInput(_path), AtInput(_gradient), AtInput(_deep_lift)
-ABLATION = AtInput(_ablation, has_baselines_of_inputs=False)
+PATH = AtInput(_path, has_baselines_of_inputs=True)
+DEEP_LIFT = AtInput(_deep_lift, has_baselines_of_inputs=True)
+GRADIENT, ABLATION = AtInput(_gradient), AtInput(_ablation)

@@ -6,32 +6,10 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from captum.attr import (
-    LRP,
-    Attribution,
-    DeepLift,
-    DeepLiftShap,
-    FeatureAblation,
-    GradientShap,
-    InputXGradient,
-    IntegratedGradients,
-    KernelShap,
-    LayerAttribution,
-    LayerDeepLift,
-    LayerFeatureAblation,
-    LayerGradientXActivation,
-    LayerIntegratedGradients,
-    Lime,
-    NeuronAttribution,
-    NoiseTunnel,
-    Occlusion,
-    Saliency,
-    ShapleyValues,
-    ShapleyValueSampling,
-)
+from captum import attr
 from drsa_core import Subspaces, filter_context
 from drsa_core.checks import full_precision
 from drsa_core.contexts import ContextMethod, GradientContext, IntegratedGradientsContext
@@ -42,20 +20,15 @@ from ._captum import Network, for_network
 from .contexts import LayerAttributionContext, LRPContext, ShapleyContext
 from .embeddings import ABLATION, DEEP_LIFT, GRADIENT, PATH, AtInput, as_tensors
 
+_Images = TypeVar("_Images", Tensor, tuple[Tensor, ...])
+
 # ---------------------------------------------------------------------- the relevance model
 
 
 class RelevanceModel(Network):
     """x ↦ R̂_k(x) = (U_kᵀφ(x))ᵀ(U_kᵀ[c]): the network up to the layer, read out by the filtered contexts.
 
-    Parameters
-    ----------
-    request : Request
-    context : tensor, shape (N, …, D, …)
-        [c], held constant.
-    subspaces : Subspaces
-    has_concept_axis : bool
-        Whether the inputs come as (n, 1, …), see `by_gradient`.
+    `context` is [c], of shape (N, …, D, …).
     """
 
     def __init__(
@@ -114,7 +87,7 @@ class RelevanceModel(Network):
 
 
 def by_known_gradient(
-    method: Attribution, request: Request, gradients: tuple[Tensor, ...], options: dict[str, Any]
+    method: Any, request: Request, gradients: tuple[Tensor, ...], options: dict[str, Any]
 ) -> tuple[Tensor, ...]:
     """K maps by a method that asks for one gradient at the input, which is known: shapes (N, K, …)."""
     attributor = copy.copy(method)
@@ -124,7 +97,7 @@ def by_known_gradient(
     return tuple(m.detach() for m in maps)
 
 
-def by_gradient(method: Attribution, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
+def by_gradient(method: Any, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """K maps by a gradient method, shapes (N, K, …): one forward pass for K backward passes.
 
     The inputs get an axis of size 1 for the concepts, and the attributor's `gradient_func` is replaced by one
@@ -142,15 +115,13 @@ def by_gradient(method: Attribution, model: RelevanceModel, options: dict[str, A
     return tuple(m.detach() for m in maps)
 
 
-def by_perturbation(
-    method: Attribution, model: RelevanceModel, options: dict[str, Any]
-) -> tuple[Tensor, ...]:
+def by_perturbation(method: Any, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """K maps by a method that perturbs the input, shapes (N, K, …): one run, as the output is (n, K)."""
     request = model.request
     masks = options.get("feature_mask")
     masks = masks if isinstance(masks, tuple) else (masks,)
     of_examples = any(_has_rows(m, x) for m, x in zip(masks, request.inputs, strict=False))
-    if isinstance(method, FeatureAblation) and len(request) > 1 and of_examples:
+    if isinstance(method, attr.FeatureAblation) and len(request) > 1 and of_examples:
         # With several outputs Captum's ablation takes one mask for all examples.
         parts = [
             by_perturbation(
@@ -183,7 +154,7 @@ def _rows(value: Any, inputs: tuple[Tensor, ...], i: int) -> Any:
     return rows if isinstance(value, tuple) else rows[0]
 
 
-def by_surrogate(method: Attribution, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
+def by_surrogate(method: Any, model: RelevanceModel, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """K maps by a method that fits a surrogate to one output (KernelShap), shapes (N, K, …).
 
     The network runs for the first concept only: the others begin with the same random numbers, so that they
@@ -215,7 +186,7 @@ def by_surrogate(method: Attribution, model: RelevanceModel, options: dict[str, 
 # ---------------------------------------------------------------------- the table of methods
 
 
-Explain: TypeAlias = Callable[[Attribution, RelevanceModel, dict[str, Any]], tuple[Tensor, ...]]
+Explain: TypeAlias = Callable[[attr.Attribution, RelevanceModel, dict[str, Any]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -230,8 +201,6 @@ class Method:
         How it explains the K outputs of the relevance model (step 2). None: LRP, which has no step 2.
     context : type
         Its context method (step 1).
-    needs_gradient : bool
-        Whether inputs must be floating point. Such methods broadcast over an axis of concepts.
     in_one_pass : bool
         Whether it asks for one gradient at the input only, so that both steps come from one forward pass.
     draws_baselines : bool
@@ -241,10 +210,9 @@ class Method:
         would be lost.
     """
 
-    kind: type[Attribution]
+    kind: type[attr.Attribution]
     explain: Explain | None
     context: Callable[..., ContextMethod]
-    needs_gradient: bool = True
     in_one_pass: bool = False
     draws_baselines: bool = False
     at_input: AtInput | None = None
@@ -253,7 +221,13 @@ class Method:
         """Whether this is the record of a method."""
         if self.at_input is not None:
             return type(method) is self.kind
-        return isinstance(method, self.kind) and not isinstance(method, LayerAttribution | NeuronAttribution)
+        inner = attr.LayerAttribution | attr.NeuronAttribution
+        return isinstance(method, self.kind) and not isinstance(method, inner)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether inputs must be floating point. Such methods broadcast over an axis of concepts."""
+        return self.explain in (None, by_gradient)
 
     @property
     def fits_a_tunnel(self) -> bool:
@@ -263,34 +237,34 @@ class Method:
 
 # Subclasses stand before the classes that they come from.
 METHODS = (
-    Method(IntegratedGradients, by_gradient, IntegratedGradientsContext),
-    Method(InputXGradient, by_gradient, GradientContext, in_one_pass=True),
-    Method(Saliency, by_gradient, GradientContext, in_one_pass=True),
-    Method(GradientShap, by_gradient, GradientContext, draws_baselines=True),
-    Method(DeepLiftShap, by_gradient, GradientContext, draws_baselines=True),
-    Method(DeepLift, by_gradient, GradientContext),
-    Method(LRP, None, LRPContext),
-    Method(ShapleyValues, by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(ShapleyValueSampling, by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(Occlusion, by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(FeatureAblation, by_perturbation, ShapleyContext, needs_gradient=False),
-    Method(KernelShap, by_surrogate, ShapleyContext, needs_gradient=False),
-    Method(Lime, by_surrogate, ShapleyContext, needs_gradient=False),
-    Method(LayerIntegratedGradients, by_gradient, IntegratedGradientsContext, at_input=PATH),
-    Method(LayerGradientXActivation, by_gradient, GradientContext, in_one_pass=True, at_input=GRADIENT),
-    Method(LayerDeepLift, by_gradient, GradientContext, at_input=DEEP_LIFT),
-    Method(LayerFeatureAblation, by_perturbation, ShapleyContext, needs_gradient=False, at_input=ABLATION),
+    Method(attr.IntegratedGradients, by_gradient, IntegratedGradientsContext),
+    Method(attr.InputXGradient, by_gradient, GradientContext, in_one_pass=True),
+    Method(attr.Saliency, by_gradient, GradientContext, in_one_pass=True),
+    Method(attr.GradientShap, by_gradient, GradientContext, draws_baselines=True),
+    Method(attr.DeepLiftShap, by_gradient, GradientContext, draws_baselines=True),
+    Method(attr.DeepLift, by_gradient, GradientContext),
+    Method(attr.LRP, None, LRPContext),
+    Method(attr.ShapleyValues, by_perturbation, ShapleyContext),
+    Method(attr.ShapleyValueSampling, by_perturbation, ShapleyContext),
+    Method(attr.Occlusion, by_perturbation, ShapleyContext),
+    Method(attr.FeatureAblation, by_perturbation, ShapleyContext),
+    Method(attr.KernelShap, by_surrogate, ShapleyContext),
+    Method(attr.Lime, by_surrogate, ShapleyContext),
+    Method(attr.LayerIntegratedGradients, by_gradient, IntegratedGradientsContext, at_input=PATH),
+    Method(attr.LayerGradientXActivation, by_gradient, GradientContext, in_one_pass=True, at_input=GRADIENT),
+    Method(attr.LayerDeepLift, by_gradient, GradientContext, at_input=DEEP_LIFT),
+    Method(attr.LayerFeatureAblation, by_perturbation, ShapleyContext, at_input=ABLATION),
 )
 
 
 def within_tunnels(method: Any) -> Any:
     """The method inside a `NoiseTunnel`, or the method itself."""
-    return within_tunnels(method.attribution_method) if isinstance(method, NoiseTunnel) else method
+    return within_tunnels(method.attribution_method) if isinstance(method, attr.NoiseTunnel) else method
 
 
 def record_of(method: object) -> Method:
     """The record of a method, or an error that says which methods can be wrapped."""
-    in_tunnel, inner = isinstance(method, NoiseTunnel), within_tunnels(method)
+    in_tunnel, inner = isinstance(method, attr.NoiseTunnel), within_tunnels(method)
     for record in METHODS:
         if record.fits(inner) and (not in_tunnel or record.fits_a_tunnel):
             return record
@@ -305,8 +279,8 @@ def record_of(method: object) -> Method:
 
 
 def choose_context(
-    choice: str | ContextMethod | Attribution | None,
-    method: Attribution,
+    choice: str | ContextMethod | attr.Attribution | None,
+    method: attr.Attribution,
     model: nn.Module | None,
     layer: nn.Module,
 ) -> ContextMethod:
@@ -320,8 +294,8 @@ def choose_context(
         context = record_of(method).context
         return context(within_tunnels(method)) if context is LRPContext else context()
     if choice == "lrp" and model is not None and not is_bound:
-        return LRPContext(LRP(model))
-    if isinstance(choice, LayerAttribution):
+        return LRPContext(attr.LRP(model))
+    if isinstance(choice, attr.LayerAttribution):
         is_other = choice.layer is not layer or (is_bound and choice.forward_func != method.forward_func)
         context_method: Any = LayerAttributionContext(choice)
     elif isinstance(choice, LRPContext):
@@ -365,13 +339,7 @@ def entries_per_feature(feature_mask: Any, x: Tensor) -> Tensor | None:
     return torch.stack(counts)
 
 
-@overload
-def patch_mask(inputs: Tensor, size: int | tuple[int, int] = 16) -> Tensor: ...
-@overload
-def patch_mask(inputs: tuple[Tensor, ...], size: int | tuple[int, int] = 16) -> tuple[Tensor, ...]: ...
-def patch_mask(
-    inputs: Tensor | tuple[Tensor, ...], size: int | tuple[int, int] = 16
-) -> Tensor | tuple[Tensor, ...]:
+def patch_mask(inputs: _Images, size: int | tuple[int, int] = 16) -> _Images:
     """Numbers of the patches of images (Note D), for the `feature_mask` of Captum's perturbation methods.
 
     Parameters
@@ -387,13 +355,14 @@ def patch_mask(
         16 × 16 patches of a 224 × 224 image are numbered 0 … 195, row by row.
     """
     height, width = (size, size) if isinstance(size, int) else size
-    images = inputs if isinstance(inputs, tuple) else (inputs,)
+    images: Any = inputs if isinstance(inputs, tuple) else (inputs,)
     if height < 1 or width < 1 or any(image.ndim != 4 for image in images):
         shapes = [tuple(image.shape) for image in images]
         raise ValueError(
             f"inputs must have shape (N, C, H, W) and size be at least 1, got {shapes} and {size}"
         )
-    masks, first = [], 0
+    masks: Any = []
+    first = 0
     for image in images:
         rows = torch.arange(image.shape[2], device=image.device) // height
         columns = torch.arange(image.shape[3], device=image.device) // width

@@ -326,8 +326,9 @@ def register(composite: Composite, model: nn.Module) -> None:
         )
     statistics = running_statistics(model)
     composite.register(model)
-    composite.handles.extend(exact_norms(model, statistics))
-    composite.handles.extend(positional_inputs({module: None for module, _ in hooks_by_module(model)}))
+    if statistics:
+        composite.handles.extend(exact_norms(model, statistics))
+    composite.handles.extend(positional_inputs(model.modules()))
 
 
 def unregister(composite: Composite) -> None:

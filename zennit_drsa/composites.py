@@ -154,14 +154,19 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if not self._is_compared:  # not before: a composite adds its rules after its canonizers
-            self._is_compared = True  # before the passes of the validation
+            owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+            filters = [owner for owner in owners if isinstance(owner, SubspaceFilter)]
+            for one in filters:
+                one._is_compared = True  # before the passes of the validation
             try:
-                self._check_use(module)
-                if module not in self._validated and args and isinstance(args[0], Tensor):
-                    validate(module, None, self._name, args[0], registered=True, slot=self.signal)
-                    self._validated.add(module)
+                for one in filters:
+                    one._check_use(module)
+                    if module not in one._validated and args and isinstance(args[0], Tensor):
+                        validate(module, None, one._name, args[0], registered=True, slot=one.signal)
+                        one._validated.add(module)
             except BaseException:
-                self._is_compared = False
+                for one in filters:
+                    one._is_compared = False
                 raise
         self._n_runs = 0
 
