@@ -1,4 +1,4 @@
-"""Step 1 of Integrated Gradients: nested quadrature, and as many steps as the sum asks for (Note B.2)."""
+"""Step 1 of Integrated Gradients: nested quadrature, and as many steps as each R_k asks for (Note B.2)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from drsa_core.layer import IntegratedGradientsContext, Request
-from drsa_core.layer.contexts import FIXED_STEPS
-from drsa_core.layer.quadrature import fejer, nested_levels
+from drsa_core.contexts import IntegratedGradientsContext, fejer, nested_levels
+from drsa_core.layer import Request
 from torch import Tensor, nn
 
 
@@ -61,6 +60,12 @@ def kinks(a: Tensor) -> Tensor:
     return sum((j * (a - t).relu() for j, t in enumerate((0.11, 0.37, 0.53, 0.71), 1)), 0 * a)
 
 
+def difference(a: Tensor) -> Tensor:
+    """f(a₁) − f(a₂), whose errors cancel in the sum: R_k were up to 100 % off."""
+    signs = torch.tensor([1.0, -1.0], dtype=a.dtype)
+    return signs * kinks(a)
+
+
 def test_smooth_functions_need_few_steps_and_none_is_run_twice() -> None:
     a = torch.tensor([[0.3, 1.2]], dtype=torch.float64)
     c, n_points = contexts(Above(exp), a)
@@ -68,19 +73,19 @@ def test_smooth_functions_need_few_steps_and_none_is_run_twice() -> None:
     torch.testing.assert_close(a * c, torch.exp(3 * a) - 1, rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize("f", [exp, kinks])
-def test_error_is_below_one_per_cent_and_contexts_are_those_of_many_steps(f) -> None:
-    a = torch.tensor([[0.9, 0.8, 0.31]], dtype=torch.float64)
+@pytest.mark.parametrize("f", [exp, kinks, difference])
+@pytest.mark.parametrize("x", [[0.9, 0.8], [0.9, 0.9], [0.31, 0.4]])
+def test_the_error_of_the_relevance_is_below_one_per_cent(f, x) -> None:
+    """Of a ⊙ c, and so of each R_k, not only of their sum."""
+    a = torch.tensor([x], dtype=torch.float64)
     c, n_points = contexts(Above(f), a)
-    gained = float((f(a) - f(0 * a)).sum())
-    assert float((a * c).sum()) == pytest.approx(gained, rel=0.01)
+    gained = f(a) - f(0 * a)  # of each a_j by itself
+    assert float((a * c - gained).norm()) <= 0.015 * float(gained.norm())
     assert 7 < n_points <= 511
-    many = contexts(Above(f), a, IntegratedGradientsContext(2000))[0]
-    assert float((c - many).abs().max()) <= 0.03 * float(many.abs().max())
 
 
 def test_steps_are_chosen_for_each_example() -> None:
-    """An example alone is the same as in a batch, and does not pay for the others."""
+    """An example by itself is the same as in a batch, and does not pay for the others."""
     model = Above(lambda a: a + 0.5 * torch.sin(4 * a**2))
     x = torch.tensor([[0.5, 0.4], [2.9, 2.8], [0.0, 0.0]], dtype=torch.float64)
     together, n_points = contexts(model, x)
@@ -88,7 +93,7 @@ def test_steps_are_chosen_for_each_example() -> None:
     assert torch.equal(together, torch.cat([c for c, _ in alone]))
     assert n_points == sum(n for _, n in alone)
     assert alone[0][1] < alone[1][1]
-    assert alone[2][1] == 15
+    assert alone[2][1] <= 15
     assert bool(together[2].isfinite().all())  # a = 0: nothing to sum to
 
 
@@ -102,24 +107,21 @@ def test_a_first_hit_by_chance_is_not_believed() -> None:
         return a + here
 
     a = torch.ones(1, 1, dtype=torch.float64)
-    points, weights = fejer(7)
-    t = torch.as_tensor(points).requires_grad_()
-    (slope,) = torch.autograd.grad(f(t).sum(), t)
-    gained = float(f(a) - f(0 * a))
-    assert abs(float((torch.as_tensor(weights) * slope).sum()) - gained) > 0.1 * gained
     c, n_points = contexts(Above(f), a)
     assert n_points == 31
-    assert float(c) == pytest.approx(gained, rel=1e-10)
+    assert float(c) == pytest.approx(float(f(a) - f(0 * a)), rel=1e-10)
 
 
-def test_cap_is_reported_and_fixed_steps_stay_as_they_are() -> None:
+def test_the_cap_is_reported_and_fixed_steps_are_those_of_captum() -> None:
     wild = Above(lambda a: torch.sin(5000 * a) + 0.1 * a)
     a = torch.tensor([[1.0]], dtype=torch.float64)
-    with pytest.warns(UserWarning, match=r"with 511 steps is off by .*n_steps=2044"):
+    with pytest.warns(UserWarning, match=r"is off by .*say 2048: n_steps"):
         assert contexts(wild, a)[1] == 511
+    with pytest.warns(UserWarning, match=r"is off by .*say 12: n_steps"):
+        contexts(wild, a, IntegratedGradientsContext(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        c, n_points = contexts(Above(exp), a, IntegratedGradientsContext(FIXED_STEPS))
+        c, n_points = contexts(Above(exp), a, IntegratedGradientsContext(100))
     assert n_points == 100
     nodes, weights = np.polynomial.legendre.leggauss(100)
     by_hand = sum(w / 2 * 3 * np.exp(3 * (t + 1) / 2) for t, w in zip(nodes, weights, strict=True))
@@ -131,19 +133,6 @@ def test_no_more_steps_once_nothing_is_finite() -> None:
     c, n_points = contexts(Above(lambda a: a + torch.where(a < 0.5, torch.nan, 0.0) * a), a)
     assert n_points == 7
     assert bool(c.isnan().all())
-
-
-def test_scores_that_are_no_potential_take_a_fixed_number() -> None:
-    class Weighted:
-        is_potential = False
-
-        def __call__(self, output: Tensor) -> Tensor:
-            return output[:, 0] * output.detach()[:, 0]
-
-    model = Above(exp)
-    request = Request(model, model.layer, "layer", (torch.ones(1, 2, dtype=torch.float64),), Weighted())
-    IntegratedGradientsContext()(request)
-    assert model.rows == 1 + 3 + FIXED_STEPS
 
 
 @pytest.mark.parametrize("n_steps", [0, -1, 2.5, "many"])
