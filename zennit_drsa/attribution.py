@@ -197,7 +197,11 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         )
 
     def _session(self) -> AbstractContextManager[Any]:
-        return nullcontext(self) if self._registered is not None else self
+        if self._registered is None:
+            return self
+        # Ctrl-C may leave a parameter exchanged or a hook behind, and may be caught inside the context.
+        # Validation registers the composite anew.
+        return restored(self.model, also=self.composite.hook_refs) if self.validated else nullcontext(self)
 
     def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
         """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
