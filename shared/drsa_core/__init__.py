@@ -3,7 +3,7 @@
 from .collection import collect_pairs
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
-from .explanation import Certificate, Explanation, Losses
+from .explainer import Certificate, Explainer, Explanation, Losses
 from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .layer import (
     RelevanceLossWarning,
@@ -39,6 +39,7 @@ __all__ = [
     "ChoiceOfK",
     "ClassIndex",
     "ConvergenceWarning",
+    "Explainer",
     "Explanation",
     "Lineage",
     "Losses",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import types
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .checks import as_int
+from .checks import as_int, warn_user
 from .targets import LABEL, Target
 
 # What must agree between learning subspaces and explaining with them.
@@ -156,9 +155,7 @@ def common_provenance(parts: Sequence[Provenance | None]) -> Provenance | None:
     return replace(first, **free)
 
 
-def check_provenance(
-    made: Provenance | None, used: Provenance, what: str, strict: bool = False, stacklevel: int = 3
-) -> None:
+def check_provenance(made: Provenance | None, used: Provenance, what: str, strict: bool = False) -> None:
     """Compare where something was made with where it is used.
 
     Parameters
@@ -169,8 +166,6 @@ def check_provenance(
         What was made, in the plural, for the message: "subspaces".
     strict : bool
         Whether a difference is an error.
-    stacklevel : int
-        Of the warning; 3 names the line that called the caller of this function.
 
     Raises
     ------
@@ -183,7 +178,7 @@ def check_provenance(
     message = f"the {what} were made for something else: {'; '.join(differences)}"
     if strict:
         raise ValueError(message)
-    warnings.warn(message, ProvenanceWarning, stacklevel=stacklevel)
+    warn_user(message, ProvenanceWarning)
 
 
 # Targets ------------------------------------------------------------------------------------------------
