@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -257,12 +258,11 @@ def model_fingerprint(model: nn.Module) -> str:
     counter. Torch does not count writes through `.data` or NumPy; for these, 16 values of each tensor are
     compared.
     """
-    state = {
-        name.replace("_orig_mod.", "").replace("module.", ""): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
-    }
-    version = [(name, *_version(tensor)) for name, tensor in state.items()]
+    state, version = {}, []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            state[name.replace("_orig_mod.", "").replace("module.", "")] = tensor
+            version.append((name, *_version(tensor)))
     known = _FINGERPRINTS.get(model)
     if known is None or known[0] != version:
         digest = hashlib.sha256()
@@ -280,7 +280,7 @@ def _version(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return facts
     # Values at equal distances in memory: no copy of the rest, whatever the strides.
-    extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    extent = 1 + sum(map(operator.mul, [n - 1 for n in tensor.shape], tensor.stride()))
     step = -(-extent // 16)
     sample = tensor.detach().as_strided((-(-extent // step),), (step,), tensor.storage_offset())
     return (*facts, tensor.data_ptr(), bytes(bytes_of(sample)))
