@@ -1,21 +1,19 @@
-"""Models of Hugging Face's `transformers` as functions of one tensor, and what their families share."""
+"""Models of Hugging Face's `transformers`: ViT and text encoders, as functions of one tensor."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from drsa_core.lrp import passing
 from torch import Tensor, nn
 
-from .transformer_attention import additive, merge_heads, split_heads
-from .transformer_family import Edits, Form
-from .transformer_parts import AttentionProduct, WeightedPool
+from .canonizer import Family
+from .parts import Edits, Form, Pool, PositionSum, attention, pass_relevance, positions, sums
 
 _OUTPUTS = ("logits", "pooler_output", "first", "mean")
-_ACTIVATIONS = (
-    *("GELUActivation", "NewGELUActivation", "FastGELUActivation", "QuickGELUActivation"),
-    *("AccurateGELUActivation", "ClippedGELUActivation", "SiLUActivation", "MishActivation"),
-)
 
 
 class TransformersModel(nn.Module):
@@ -153,13 +151,15 @@ def _present(x: Tensor) -> Tensor:
     return present | ~present.any(1, keepdim=True)
 
 
-def wrapper(edits: Edits, m: Any) -> None:
+# ---------------------------------------------------------------------- forms
+
+
+def _wrapper(edits: Edits, m: Any) -> None:
     """`TransformersModel`: the mean over tokens hands relevance down by contribution."""
-    edits.part(m, "pool", WeightedPool())
-    edits.attribute(m, "_pool", m.canonical_pool)
+    edits.attribute(m, "_pool", edits.part(m, "pool", Pool(m._pool)))
 
 
-def pooled_model(edits: Edits, m: Any) -> None:
+def _pooled_model(edits: Edits, m: Any) -> None:
     """A model that returns hidden states and what it pools from them.
 
     The hidden states become a copy: relevance of the pooled output passes through the original, and would be
@@ -173,44 +173,10 @@ def pooled_model(edits: Edits, m: Any) -> None:
             found.last_hidden_state = found.last_hidden_state.clone()
         return found
 
-    edits.attribute(m, "forward", forward)
+    edits.forward(m, forward)
 
 
-def is_model_of(module: nn.Module, *names: str) -> bool:
-    """Whether a module is a model of `transformers.models.<name>`, by itself or as `TransformersModel`."""
-    if isinstance(module, TransformersModel):
-        module = module.model
-    return any(
-        cls.__module__ == f"transformers.models.{name}.modeling_{name}"
-        and cls.__name__.endswith("PreTrainedModel")
-        for cls in type(module).__mro__
-        for name in names
-    )
-
-
-def attention(query: str, key: str, value: str, n_heads: str, output: str | None = None) -> Form:
-    """Attention, by the names of its projections and of its number of heads; fused or eager."""
-
-    def form(edits: Edits, m: Any) -> None:
-        _check_encoder(m)
-        edits.part(m, "attention", AttentionProduct(edits.reading, m.scaling))
-
-        def forward(
-            hidden_states: Tensor, attention_mask: Tensor | None = None, **_: object
-        ) -> tuple[Tensor, None]:
-            source, heads = m.canonical_attention.source(hidden_states), getattr(m, n_heads)
-            q = split_heads(getattr(m, query)(source), heads)
-            k = split_heads(getattr(m, key)(source), heads)
-            v = split_heads(getattr(m, value)(hidden_states), heads)
-            z = merge_heads(m.canonical_attention(q, k, v, additive(attention_mask, q)))
-            return (z if output is None else getattr(m, output)(z)), None
-
-        edits.attribute(m, "forward", forward)
-
-    return form
-
-
-def _check_encoder(m: Any) -> None:
+def _attention(edits: Edits, m: Any) -> None:
     name, how = type(m).__name__, m.config._attn_implementation
     if getattr(m.config, "is_decoder", False) or getattr(m, "is_causal", False):
         raise ValueError(
@@ -222,12 +188,101 @@ def _check_encoder(m: Any) -> None:
             f"{name} attends by {how!r}, which cannot be opened; load the model with "
             "attn_implementation='sdpa' or 'eager', or call model.set_attn_implementation('sdpa')"
         )
+    config = copy.copy(m.config)
+    config._attn_implementation = "sdpa"
+    edits.attribute(m, "config", config)
+    attention(edits, m)
 
 
-def activations() -> dict[str, Form]:
-    """Activations of `transformers`, which pass relevance."""
-    return dict.fromkeys(_ACTIVATIONS, _pass)
+def _text_embeddings(edits: Edits, m: Any) -> None:
+    """Word embeddings, which are the input and hand relevance on, plus those of types and positions."""
+    types = edits.part(m, "types", PositionSum("type embeddings"))
+    position = edits.part(m, "position", PositionSum())
+    look_up = m.token_type_embeddings.forward
+
+    def marked(ids: Tensor) -> Tensor:
+        found: Any = look_up(ids).detach()
+        found.is_of_types = True
+        return found
+
+    edits.forward(m.token_type_embeddings, marked)
+    edits.operations(m, add=lambda x, y: types(x, y) if hasattr(y, "is_of_types") else position(x, y))
 
 
-def _pass(edits: Edits, m: Any) -> None:
-    edits.pass_relevance(m)
+def _classification_head(edits: Edits, m: Any) -> None:
+    edits.operations(m, tanh=lambda z: passing(z, torch.tanh))
+
+
+def _is_model_of(*names: str) -> Callable[[nn.Module], bool]:
+    """Whether a module is a model of `transformers.models.<name>`, by itself or as `TransformersModel`."""
+
+    def is_model(module: nn.Module) -> bool:
+        if isinstance(module, TransformersModel):
+            module = module.model
+        return any(
+            cls.__module__ == f"transformers.models.{name}.modeling_{name}"
+            and cls.__name__.endswith("PreTrainedModel")
+            for cls in type(module).__mro__
+            for name in names
+        )
+
+    return is_model
+
+
+# ---------------------------------------------------------------------- tables
+
+_SHARED: dict[str, Form] = {
+    "TransformersModel": _wrapper,
+    **dict.fromkeys(
+        (
+            *("GELUActivation", "NewGELUActivation", "FastGELUActivation", "QuickGELUActivation"),
+            *("AccurateGELUActivation", "ClippedGELUActivation", "SiLUActivation", "MishActivation"),
+        ),
+        pass_relevance,
+    ),
+}
+_LIKE_BERT = ("Bert", "Roberta", "XLMRoberta")
+_FORMS_LIKE_BERT: dict[str, Form] = {
+    "Model": _pooled_model,
+    "Embeddings": _text_embeddings,
+    "SelfAttention": _attention,
+    "SelfOutput": sums,
+    "Output": sums,
+    "ClassificationHead": _classification_head,
+}
+_UNCHANGED_LIKE_BERT = (
+    *("Attention", "Layer", "Encoder", "Intermediate", "Pooler"),
+    *("ForSequenceClassification", "ForTokenClassification"),
+)
+
+VIT = Family(
+    name="ViT of transformers (ViTModel, ViTForImageClassification)",
+    library="transformers",
+    is_network=_is_model_of("vit"),
+    forms={
+        **_SHARED,
+        "ViTModel": _pooled_model,
+        "ViTEmbeddings": positions,
+        "ViTLayer": sums,
+        "ViTAttention": _attention,
+    },
+    unchanged=("ViTForImageClassification", "ViTPatchEmbeddings", "ViTMLP", "ViTPooler"),
+)
+TEXT = Family(
+    name="text encoders of transformers (BERT with MiniLM, RoBERTa, XLM-RoBERTa, DistilBERT: the models "
+    "themselves and those ForSequenceClassification and ForTokenClassification)",
+    library="transformers",
+    is_network=_is_model_of("bert", "roberta", "xlm_roberta", "distilbert"),
+    forms={
+        **_SHARED,
+        **{prefix + name: form for prefix in _LIKE_BERT for name, form in _FORMS_LIKE_BERT.items()},
+        "Embeddings": positions,
+        "TransformerBlock": sums,
+        "DistilBertSelfAttention": _attention,
+    },
+    unchanged=(
+        *(prefix + name for prefix in _LIKE_BERT for name in _UNCHANGED_LIKE_BERT),
+        *("DistilBertModel", "DistilBertForTokenClassification", "DistilBertForSequenceClassification"),
+        *("Transformer", "FFN"),
+    ),
+)

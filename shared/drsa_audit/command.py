@@ -1,4 +1,4 @@
-"""The command `drsa`. What it needs beyond the core comes with the extra `audit`."""
+"""The command `drsa`. Its dependencies beyond the core's come with the extra `audit`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def main() -> None:
             "that the command needs\n"
         )
         sys.exit(2)
-    from .main import cli
+    from .cli import cli
 
     cli(prog_name="drsa")

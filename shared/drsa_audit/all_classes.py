@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from drsa_core import DRSA, ClassIndex, Ranks, Subspaces, fit_many, joined_ranks
-from drsa_core.explainer import Explainer
-from drsa_core.subspaces import subspaces_header
+from drsa_core.storage import read_json, write_json
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from zennit_drsa import DisentangledAttributor
 
-from .audit_steps import PASSES, forward_seconds
-from .backends import Backend, repeatable
-from .concepts import AUTO
-from .errors import BadInput, one_line, one_writer
-from .fitting import FitSettings, metadata_of
-from .folders import TargetClass, class_files, find_target, images_in
-from .images import UnreadablePhoto, load_photo
-from .networks import Network
-from .opening import describe_preprocessing, open_model
-from .progress import Progress
-from .session import inputs_decided_by, open_session
-from .work import Work, digest, read_json, write_json
+from .folders import TargetClass, class_files, find_target, images_in, number_of
+from .images import UnreadablePhoto, load_photo, skipped
+from .networks import Network, count_outputs, open_network
+from .progress import BadInput, Progress
+from .session import inputs_decided_by, metadata_of, open_session
+from .settings import FitSettings
+from .steps import AUTO
+from .work import Work, digest
+from .wrappers import repeatable
 
 ALL = "all"
 #: In the folder of a job: from what it was learned.
@@ -49,12 +44,11 @@ class LabelledFiles(Dataset[tuple[Tensor, int]]):
         return len(self.files)
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        file, output = self.files[number]
-        network = self.network
+        network, (file, output) = self.network, self.files[number]
         try:
             pixels = load_photo(file, network.size, network.resize, network.interpolation)
         except UnreadablePhoto as error:
-            self.unreadable.append(f"{file} ({one_line(error, 160)})")
+            self.unreadable.append(str(error))
             return torch.zeros(3, network.size, network.size), self.n_outputs
         return network.preprocessing.to_inputs(pixels[None])[0], output
 
@@ -88,7 +82,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
     if settings.subspaces == AUTO:
         raise BadInput(f"--target {ALL} needs a number of concepts, got --subspaces {AUTO}")
     if settings.work is not None:
-        raise BadInput(f"--target {ALL} keeps what is done in the folder of --out; leave out --work")
+        raise BadInput(f"--target {ALL} keeps finished parts in the folder of --out; leave out --work")
     if settings.out.is_file():
         raise BadInput(f"{settings.out} is a file; --target {ALL} writes a folder")
     with joined_ranks() as ranks:
@@ -96,43 +90,35 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
         if settings.device.startswith("cuda"):
             settings = replace(settings, device=str(ranks.device))
         with progress.step("prepare", "Loading the model"):
-            network, n_outputs = open_model(settings)
+            network = open_network(settings)
+            n_outputs = count_outputs(network)
             by_class = class_files(settings.train, settings.train_images)
             if beside := images_in(settings.train):
                 progress.note(
                     f"images beside the class folders are not used: {len(beside)}, e.g. {beside[0]}"
                 )
-            targets = {
-                # A number says more than a name, which two classes may have.
-                name: find_target(network, n_outputs, _number(name) or name, [settings.train])
-                for name in by_class
-            }
-            _check_different(targets)
+            targets = _targets(network, n_outputs, settings.train, by_class)
             files = [(file, targets[name].output) for name, own in by_class.items() for file in own]
             images = LabelledFiles(network, files, n_outputs)
-            session, first = open_session(
-                settings,
-                network,
-                next(iter(targets.values())),
-                [file for file, _ in files],
-                progress,
-                layer=settings.layer,
-                channel_dim=settings.channel_dim,
+            target, paths = next(iter(targets.values())), [file for file, _ in files]
+            session = open_session(
+                settings, network, target, paths, progress, settings.layer, settings.channel_dim
             )
             with ranks.all_or_none(f"opening {settings.out}"):
                 if ranks.is_first:
-                    _check_images(settings, network, files, progress)
-        estimate = (
-            forward_seconds(session, first) * len(images) * PASSES[session.choice.backend][0] / ranks.size
-        )
+                    _check_images(settings, network, files)
         what = (
-            f"Collecting pairs from {len(images)} images, then learning concepts of {len(by_class)} classes"
+            f"Collecting pairs from {len(images)} images, then learning concepts of {len(by_class)} classes; "
+            "pairs"
         )
+        explainer = session.wrapper()
+        # With Zennit's rules registered for the whole job, pairs know by which they came.
+        registered = explainer if isinstance(explainer, DisentangledAttributor) else nullcontext()
+        seconds = session.seconds(len(images)) / ranks.size
         with (
-            progress.step("classes", f"{what}; pairs", estimate),
-            one_writer(),
+            progress.step("classes", what, seconds),
             repeatable(settings.seed + ranks.rank),
-            _entered(session.backend) as explainer,
+            registered,
         ):
             index = fit_many(
                 explainer,
@@ -143,39 +129,44 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 names={target.output: target.name for target in targets.values()},
                 positions=settings.positions,
                 random_state=settings.seed,
-                skip_tokens=session.skip_tokens,
+                skip_tokens=session.layer.n_prefix,
                 progress=progress.shown,
                 ranks=ranks,
             )
         unreadable = [text for said in ranks.messages(images.unreadable) for text in said]
         if unreadable:
-            shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
-            progress.note(f"{len(unreadable)} images cannot be read and were skipped: {shown}")
-        return _completed(index, targets, by_class, network, settings.name, ranks)
+            progress.note(skipped(unreadable, len(images)))
+        return _completed(index, targets, by_class, network, settings.model_name, ranks)
 
 
-def _check_images(
-    settings: FitSettings, network: Network, files: list[tuple[Path, int]], progress: Progress
-) -> None:
+def _targets(
+    network: Network, n_outputs: int, folder: Path, by_class: dict[str, list[Path]]
+) -> dict[str, TargetClass]:
+    """The class of each folder; a number says more than a name, which two classes may have."""
+    targets: dict[str, TargetClass] = {}
+    for name in by_class:
+        number = number_of(name)
+        target = find_target(network, n_outputs, name if number is None else str(number), [folder])
+        if any(other.output == target.output for other in targets.values()):
+            raise BadInput(f"more than one class folder is of output {target.output}, e.g. {name}")
+        targets[name] = target
+    return targets
+
+
+def _check_images(settings: FitSettings, network: Network, files: list[tuple[Path, int]]) -> None:
     """Refuse a folder in which a job on other images, or on other inputs from them, was begun.
 
     Pairs lie there by the number of their batch, which does not tell from what they came.
     """
     names = [[str(file.relative_to(settings.train)), output] for file, output in files]
-    decided = inputs_decided_by(network, [file for file, _ in files])
     here = {
-        "preprocessing": describe_preprocessing(network),
+        "preprocessing": network.describe_preprocessing(),
         "batch_size": settings.batch_size,
         "images": len(files),
-        "digest": digest({**decided, "names": names}),
+        "digest": digest({**inputs_decided_by(network, [file for file, _ in files]), "names": names}),
     }
     file = settings.out / INPUTS
     if not file.exists():
-        if (settings.out / "job.json").exists():
-            progress.note(
-                f"{settings.out} was begun by an older version, which did not keep from what images it was "
-                "learned; that they are the same cannot be checked"
-            )
         Work(settings.out)  # made, if it can be
         write_json(file, here)
         return
@@ -184,11 +175,10 @@ def _check_images(
         f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]
     ]
     if other:
-        if len(other) == 1 and there.get("digest") != here["digest"]:
-            other = ["images of other names or contents"]
         known = "; ".join(text for text in other if not text.startswith("digest"))
         raise BadInput(
-            f"{settings.out} was learned from other inputs ({known}); use another folder, or remove this one"
+            f"{settings.out} was learned from other inputs ({known or 'images of other names or contents'}); "
+            "use another folder, or remove this one"
         )
 
 
@@ -211,35 +201,12 @@ def _completed(
         if ranks.is_first:
             for target in targets.values():
                 if target.output in index.classes:
-                    _describe(index, target, network, name)
+                    file = index.folder / index.classes[target.output]["file"]
+                    made, about = Subspaces.load(file), metadata_of(network, target, name)
+                    if any(made.metadata.get(key) != value for key, value in about.items()):
+                        made.with_metadata(**about).save(file)
             index.save()
     if not index.classes:
         why = "; ".join(f"class {label}: {text}" for label, text in list(index.failed.items())[:3])
         raise BadInput(f"no class has concepts ({why})")
     return index
-
-
-def _describe(index: ClassIndex, target: TargetClass, network: Network, name: str) -> None:
-    file = index.folder / index.classes[target.output]["file"]
-    about = metadata_of(network, target, name)
-    before = subspaces_header(file)["metadata"]
-    if any(before.get(key) != value for key, value in about.items()):
-        Subspaces.load(file).with_metadata(**about).save(file)
-
-
-def _entered(backend: Backend) -> AbstractContextManager[Explainer]:
-    """The explainer, with Zennit's rules registered for the whole job: pairs then know by which they came."""
-    explainer = backend.explainer(None)
-    return explainer if isinstance(explainer, DisentangledAttributor) else nullcontext(explainer)
-
-
-def _number(folder_name: str) -> str | None:
-    found = re.match(r"(\d+)(_|$)", folder_name)
-    return found[1] if found else None
-
-
-def _check_different(targets: dict[str, TargetClass]) -> None:
-    outputs = [target.output for target in targets.values()]
-    for name, target in targets.items():
-        if outputs.count(target.output) > 1:
-            raise BadInput(f"more than one class folder is of output {target.output}, e.g. {name}")
