@@ -147,7 +147,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 progress=progress.shown,
                 ranks=ranks,
             )
-        unreadable = [text for said in ranks.messages(images.unreadable) for text in said]
+        unreadable = [text for said in ranks.all_gather(images.unreadable) for text in said]
         if unreadable:
             shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
             progress.note(f"{len(unreadable)} images cannot be read and were skipped: {shown}")

@@ -301,7 +301,9 @@ class _Fits:
 
     def index(self) -> ClassIndex:
         """What all ranks have found; the first one writes it."""
-        failed = {int(label): why for said in self.ranks.messages(self.failed) for label, why in said.items()}
+        failed = {
+            int(label): why for said in self.ranks.all_gather(self.failed) for label, why in said.items()
+        }
         found = self._found(failed)
         if self.ranks.is_first:
             found.save()
