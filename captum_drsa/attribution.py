@@ -10,7 +10,6 @@ from captum.attr import LRP, Attribution, InputXGradient, LayerGradientXActivati
 from drsa_core import Explanation, Losses, Subspaces, model_fingerprint
 from drsa_core.checks import as_int
 from drsa_core.explainer import check_subspaces, single_input
-from drsa_core.fingerprint import function_digest
 from drsa_core.layer import (
     ContextMethod,
     Inputs,
@@ -23,7 +22,7 @@ from drsa_core.layer import (
     warn_of_training,
     with_batch_axes,
 )
-from drsa_core.provenance import describe_target
+from drsa_core.provenance import describe_function, describe_target
 from drsa_core.targets import Target, as_listed
 from torch import Tensor, nn
 
@@ -360,7 +359,7 @@ class DisentangledAttribution(Attribution, TwoSteps):  # type: ignore[misc]  # C
         is_function = not hasattr(type(method), "__dataclass_fields__")
         return {
             "backend": "captum",
-            "method": f"function {function_digest(method)}" if is_function else repr(method),
+            "method": f"function {describe_function(method)}" if is_function else repr(method),
             "layer": self.layer_name,
             "model": None if self._model is None else model_fingerprint(self._model),
         }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from captum.attr import LRP
 from drsa_core import Subspaces, context_from_relevance, filter_context
-from drsa_core.fingerprint import feed
 from drsa_core.layer import (
     Cut,
     Request,
@@ -23,6 +21,7 @@ from drsa_core.layer import (
     warn_of_bypass,
     warn_of_loss,
 )
+from drsa_core.provenance import content_digest
 from drsa_core.targets import gradient_at_output
 from torch import Tensor
 
@@ -43,12 +42,12 @@ class LRPContext:
     method: LRP
 
     def __repr__(self) -> str:
-        digest, kinds = hashlib.sha256(), []
+        parts, kinds = [], []
         for name, rule in rules_on(eager(self.method.model)):
             settings = {k: v for k, v in vars(rule).items() if isinstance(v, bool | int | float | str | None)}
-            feed(digest, [name, type(rule).__qualname__, settings])
+            parts.append([name, type(rule).__qualname__, settings])
             kinds.append(type(rule).__name__)
-        rules = f"{', '.join(dict.fromkeys(kinds))} {digest.hexdigest()[:12]}" if kinds else "default rules"
+        rules = f"{', '.join(dict.fromkeys(kinds))} {content_digest(*parts)}" if kinds else "default rules"
         return f"LRPContext({rules})"
 
     def __call__(self, request: Request) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
-from drsa_audit import BenchmarkSettings, run_benchmark
+from study.benchmark import BenchmarkSettings, run_benchmark
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drsa_audit.experiment import IDENTITY, read_records
-from drsa_audit.summary import summarise_records
-from drsa_audit.tables import LEGENDS, TITLES, cell, difference, name_of, ordered, render
 from drsa_core.evaluation import summarise
+from study.experiment import IDENTITY, read_records
+from study.summary import summarise_records
+from study.tables import LEGENDS, TITLES, cell, difference, name_of, ordered, render
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 KNOWN = "known_concepts"

@@ -15,7 +15,7 @@ from captum.attr import (
     ShapleyValueSampling,
 )
 from drsa_core import RandomSubspaces, Subspaces
-from drsa_core.collect import collect_pairs
+from drsa_core.collection import collect_pairs
 from torch import Tensor, nn
 from zennit.attribution import Gradient, Occlusion
 from zennit.attribution import IntegratedGradients as ZennitIntegratedGradients
@@ -107,7 +107,7 @@ def test_contexts_of_a_function_must_have_the_examples_first() -> None:
         return torch.rand(6, 2, 4), torch.rand(6, 2, 4)
 
     origin: dict[str, Any] = {"backend": "own", "method": "own", "layer": "inner", "model": None}
-    with pytest.raises(ValueError, match=r"context of 2 images .* \(6, 2, 4\)"):
+    with pytest.raises(ValueError, match=r"context of 2 examples .* \(6, 2, 4\)"):
         collect_pairs(context, [tokens()], 0, channel_dim=-1, **origin)
 
 

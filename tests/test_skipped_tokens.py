@@ -79,7 +79,7 @@ def test_positions_are_drawn_from_the_rest(gather: Callable[..., Pairs]) -> None
 @BACKENDS
 def test_bad_numbers_are_refused(gather: Callable[..., Pairs]) -> None:
     model = Tokens().eval()
-    with pytest.raises(ValueError, match="skip_tokens=5 leaves nothing of the 5 tokens"):
+    with pytest.raises(ValueError, match="skip_tokens=5 is for layers with more tokens"):
         gather(model, channel_dim=-1, skip_tokens=5)
     with pytest.raises(ValueError, match="skip_tokens"):
         gather(model, channel_dim=-1, skip_tokens=-1)

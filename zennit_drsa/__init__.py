@@ -1,20 +1,15 @@
 """Zennit adapter: K-way attributions from Zennit composites and attributors."""
 
 from drsa_core import RelevanceLossWarning
-from drsa_core.lrp.nfnet_canonizer import NFNetCanonizer
+from drsa_core.nfnet import NFNetCanonizer
 
 from .attributor import DisentangledAttributor
+from .canonizers import TimmCanonizer, TorchvisionCanonizer
 from .composite import DisentangledComposite
 from .doctor import doctor
+from .family_composites import ConvNetGamma, NFNetGamma, TransformerGamma, VGGGamma
 from .filter import SubspaceFilter, VirtualLayer
-from .models.convnet import ConvNetGamma
-from .models.nfnet import NFNetGamma
-from .models.timm import TimmCanonizer
-from .models.torchvision import TorchvisionCanonizer
-from .models.transformer import TransformerCanonizer
-from .models.transformer_gamma import TransformerGamma
-from .models.transformer_huggingface import TransformersModel
-from .models.vgg import VGGGamma
+from .transformers import TransformerCanonizer, TransformersModel
 from .zennit_pairs import collect
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from zennit.core import Hook
 
 from ._zennit import exchanges_parameters, hooks_on, runs_with_input_alone
-from .canonizer import kind
+from .canonizers import kind
 
 
 def refuse_derived(name: str, module: nn.Module) -> None:

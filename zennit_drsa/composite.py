@@ -12,7 +12,15 @@ from torch import nn
 from zennit.canonizers import Canonizer
 from zennit.core import Composite, CompositeContext
 
-from ._zennit import check_norms, describe_canonizers, exchanges_parameters, holds_relevance, hooks_by_module
+from ._zennit import (
+    check_norms,
+    describe_canonizers,
+    exact_norms,
+    exchanges_parameters,
+    holds_relevance,
+    hooks_by_module,
+    running_statistics,
+)
 from .arguments import checked_arguments, refuse_derived
 from .filter import Concept, SubspaceFilter
 
@@ -93,8 +101,10 @@ class GuardedComposite(Composite):  # type: ignore[misc]
         guard = Guard(module)
         try:
             guard.begin()
+            statistics = running_statistics(module)
             super().register(module)  # which begins with a `remove` of its own
             self.handles.append(_Registered())
+            self.handles.extend(exact_norms(module, statistics))
             _check_parameters(module)
             if holds_relevance(module):
                 check_norms(module)

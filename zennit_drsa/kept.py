@@ -7,8 +7,9 @@ lost in code that has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,13 +33,53 @@ class CanonicalPart(nn.Module):
         return None
 
 
-def keeps_relevance(model: nn.Module) -> bool:
-    """Whether there is a `CanonicalPart` in the model, so that it is to be counted what is kept."""
-    return any(isinstance(module, CanonicalPart) for module in model.modules())
+class RelevanceTaps(ABC):
+    """Sees the relevance at the inputs and outputs of modules, outside of the hooks of their rules."""
+
+    @abstractmethod
+    def note(self, module: nn.Module, relevance: Tensor, at_output: bool) -> None:
+        """Called in backward passes, once for each input and output tensor of a module."""
+
+    @contextmanager
+    def measured(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Watch forward passes made in this context, and their backward passes."""
+        handles = []
+        try:
+            for module in modules:
+                handles += [
+                    module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+                    module.register_forward_hook(self.behind, with_kwargs=True),
+                ]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Copy inputs, so that what other users of a tensor return is not counted here."""
+
+        def tapped(x: Tensor) -> Tensor:
+            if not x.requires_grad:
+                return x
+            x = x.clone()
+            x.register_hook(lambda relevance: self.note(module, relevance, False))
+            return x
+
+        return map_tensors(tapped, args), map_tensors(tapped, kwargs)
+
+    def behind(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Tap outputs, unless no input carries relevance: then the module is no part of its way."""
+        if any(x.requires_grad for x in tensors_in((args, kwargs))):
+            for x in tensors_in(output):
+                if x.requires_grad:
+                    x.register_hook(lambda relevance: self.note(module, relevance, True))
 
 
-class KeptRelevance:
-    """What is kept in a backward pass, by what keeps it, for each of N examples."""
+class KeptRelevance(RelevanceTaps):
+    """What is kept in a backward pass, by what keeps it, for each of N examples.
+
+    Measure the modules that have a rule: what others lose is kept by nothing, and is to be missed in the sum.
+    """
 
     def __init__(self, n_examples: int) -> None:
         self._n_examples = n_examples
@@ -48,47 +89,35 @@ class KeptRelevance:
         """Relevance (N,) by what keeps it."""
         return dict(self._by_label)
 
-    @contextmanager
-    def measured(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count what modules keep in backward passes of forward passes made in this context.
-
-        Give those that have a rule: what others lose is kept by nothing, and is to be missed in the sum.
-        """
-        with ExitStack() as stack:
-            for module in modules:
-                if next(module.children(), None) is None:
-                    # First before and last behind the hooks of rules.
-                    before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-                    stack.callback(before.remove)
-                    behind = module.register_forward_hook(self._behind, with_kwargs=True)
-                    stack.callback(behind.remove)
-            yield
-
-    def _before(
-        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tapped = {name: self._tapped(module, x) for name, x in keywords.items()}
-        return tuple(self._tapped(module, x) for x in args), tapped
-
-    def _tapped(self, module: nn.Module, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.requires_grad:
-            return x
-        # A copy, so that what other users of x return is not counted here.
-        x = x.clone()
-        x.register_hook(lambda relevance: self._count(module, relevance, -1.0))
-        return x
-
-    def _behind(
-        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any
-    ) -> None:
-        # Where nothing of the input carries relevance, the module is no part of its way.
-        carries = any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *keywords.values()))
-        if carries and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda relevance: self._count(module, relevance, 1.0))
-
-    def _count(self, module: nn.Module, relevance: Tensor, sign: float) -> None:
+    def note(self, module: nn.Module, relevance: Tensor, at_output: bool) -> None:
+        """Count what a module without children received and did not hand down."""
+        if next(module.children(), None) is not None:
+            return
         # Tokens may be in windows: all of the first example come first, then all of the second.
-        sums = sign * relevance.detach().double().reshape(self._n_examples, -1).sum(1)
+        sums = relevance.detach().double().reshape(self._n_examples, -1).sum(1)
         label = getattr(module, "keeps", BIASES)
-        before = self._by_label.get(label)
-        self._by_label[label] = sums if before is None else before + sums
+        self._by_label[label] = self._by_label.get(label, 0.0) + (sums if at_output else -sums)
+
+
+def keeps_relevance(model: nn.Module) -> bool:
+    """Whether there is a `CanonicalPart` in the model, so that it is to be counted what is kept."""
+    return any(isinstance(module, CanonicalPart) for module in model.modules())
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same lists, tuples and dictionaries, with a function applied to the tensors in them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) is dict:
+        return {key: map_tensors(function, part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(function, part) for part in value)
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from drsa_core.lrp import (
@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from zennit.core import Hook
 
 from ._zennit import is_active, keep, kept, register_positional, stabilized
-from .composite_options import Bound
+
+Bound: TypeAlias = Tensor | float
 
 STABILIZER = 1e-9
 """ε of `stabilizer`. Zennit's usual 1e-6 is visible in maps of small relevance."""
@@ -83,9 +84,7 @@ class GraphRule(Hook, ABC):  # type: ignore[misc]
         )
         products = [input * gradient for input, gradient in zip(inputs, gradients, strict=True)]
         result = products[0] if len(products) == 1 else torch.stack(products).sum(0)
-        if not higher_order:
-            result = result.detach()
-        return (result, *[None] * (len(grad_input) - 1))
+        return (result if higher_order else result.detach(), *[None] * (len(grad_input) - 1))
 
     def remove(self) -> None:
         """Let go of all tensors."""
@@ -189,17 +188,14 @@ class PixelBox(GraphRule):
     def forward(self, module: nn.Module, input: Any, output: Any) -> None:
         """Remember the layer's input, with a warning if it is not in the box."""
         super().forward(module, input, output)
-        x = input[0]
-        if x.requires_grad:
-            low, high = (_bound(bound, name, x) for name, bound in _named(self))
-            _warn_outside_box(x.detach(), low, high)
+        if input[0].requires_grad:
+            _checked_box(self.low, self.high, input[0])
 
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
         """The three terms of z; those of l and h carry their minus sign in the graph."""
-        low, high = (_bound(bound, name, input).clone() for name, bound in _named(self))
-        inputs = [tensor.requires_grad_() for tensor in (input, low, high)]
-        x_term, low_term, high_term = _box_terms(module, inputs)
-        return inputs, x_term - low_term - high_term
+        inputs = [input, *(_expanded(bound, input).clone() for bound in (self.low, self.high))]
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        return inputs, _box_denominator(module, inputs)
 
     def copy(self) -> PixelBox:
         """A rule with the same parameters."""
@@ -259,7 +255,7 @@ class GeneralizedGamma(ForwardRule):
         super().__init__()
         self.gamma, self.threshold, self.bias, self.stabilizer = gamma, threshold, bias, stabilizer
         self._absolute: dict[str, Tensor | None] = {}
-        self._absolute_of: list[tuple[int, int] | None] | None = None
+        self._version: list[tuple[int, int] | None] | None = None
 
     @property
     def exchanges_parameters(self) -> bool:
@@ -282,11 +278,11 @@ class GeneralizedGamma(ForwardRule):
         parameters = parameters_of(module)
         # The weights may change while the rule is there, by an optimiser for instance.
         version = [None if p is None else (p.data_ptr(), p._version) for p in parameters.values()]
-        if self._absolute_of != version:
+        if self._version != version:
+            self._version = version
             self._absolute = {name: None if p is None else p.abs() for name, p in parameters.items()}
-            if self.bias == "authors" and self._absolute.get("bias") is not None:
+            if self.bias == "authors" and "bias" in self._absolute:
                 self._absolute["bias"] = None
-            self._absolute_of = version
         with exchanged(module, self._absolute):
             magnitude = module.forward(a.abs())
         b = parameters.get("bias")
@@ -303,7 +299,7 @@ class GeneralizedGamma(ForwardRule):
 
     def remove(self) -> None:
         """Forget the absolute parameters."""
-        self._absolute, self._absolute_of = {}, None
+        self._absolute, self._version = {}, None
         super().remove()
 
 
@@ -335,12 +331,8 @@ class BoundedInput(ForwardRule):
         (x,) = input
         if not (x.requires_grad and is_active(self)):
             return None
-        values = x.detach()
-        low, high = (_bound(bound, name, x) for name, bound in _named(self))
-        _warn_outside_box(values, low, high)
-        inputs = [TimesInput.apply(x, value) for value in (values, low, high)]
-        x_term, low_term, high_term = _box_terms(module, inputs)
-        denominator = x_term - low_term - high_term
+        box = _checked_box(self.low, self.high, x)
+        denominator = _box_denominator(module, [TimesInput.apply(x, value) for value in (x.detach(), *box)])
         if self.bias == "authors" and (b := parameters_of(module).get("bias")) is not None:
             denominator = denominator - b.view(-1, 1, 1)
         return OverDenominator.apply(denominator, output.detach(), self.threshold)
@@ -370,8 +362,8 @@ class PassLarge(ForwardRule):
         return type(self)(self.threshold)
 
 
-def _box_terms(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """The layer without its bias: of x with w, of l with w⁺, of h with w⁻."""
+def _box_denominator(module: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """The layer without its bias: of x with w, minus that of l with w⁺ and of h with w⁻."""
     parameters = parameters_of(module)
     weight = parameters.get("weight")
     if weight is None:
@@ -379,39 +371,38 @@ def _box_terms(module: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
             f"the z^B rule needs a layer with weights, got {type(module).__name__} without; give it to the "
             "first linear layer or convolution"
         )
-    without_bias = {"bias": None} if "bias" in parameters else {}
     terms = []
     for input, part in zip(inputs, (weight, weight.clamp(min=0), weight.clamp(max=0)), strict=True):
-        with exchanged(module, {"weight": part, **without_bias}):
+        with exchanged(module, {"weight": part, **({"bias": None} if "bias" in parameters else {})}):
             terms.append(module.forward(input))
-    return terms
+    result: Tensor = terms[0] - terms[1] - terms[2]
+    return result
 
 
-def _warn_outside_box(values: Tensor, low: Tensor, high: Tensor) -> None:
+def _checked_box(low: Bound, high: Bound, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bounds of each input, with a warning if it is not between them."""
+    values, lowest, highest = x.detach(), _expanded(low, x), _expanded(high, x)
     # Pixels that were normalised in another precision than the bounds may miss them by rounding.
-    slack = 16 * torch.finfo(values.dtype).eps * torch.maximum(low.abs(), high.abs())
-    if bool((values < low - slack).any()) or bool((values > high + slack).any()):
+    slack = 16 * torch.finfo(values.dtype).eps * torch.maximum(lowest.abs(), highest.abs())
+    if bool((values < lowest - slack).any()) or bool((values > highest + slack).any()):
         warnings.warn(
             f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves "
             "[low, high]: the z^B rule at the first convolution is made for inputs in that box. "
             "Normalise low and high as the input",
             stacklevel=3,
         )
+    return lowest, highest
 
 
-def _named(rule: PixelBox | BoundedInput) -> tuple[tuple[str, Bound], tuple[str, Bound]]:
-    return ("low", rule.low), ("high", rule.high)
-
-
-def _bound(bound: Bound, name: str, x: Tensor) -> Tensor:
+def _expanded(bound: Bound, x: Tensor) -> Tensor:
     value = torch.as_tensor(bound, dtype=x.dtype, device=x.device)
     if value.ndim == 4 and value.numel() == value.shape[1]:
-        # One number per channel, as for images; broadcast as it is, it would be one per frame of a clip.
+        # One number per channel, as for images; for a clip it would else be one per frame.
         value = value.view(1, -1, *[1] * (x.ndim - 2))
     try:
         return value.expand_as(x)
     except RuntimeError as error:
         raise ValueError(
-            f"{name} must be broadcastable to the input of shape {tuple(x.shape)}, "
-            f"got shape {tuple(torch.as_tensor(bound).shape)}"
+            f"low and high must be broadcastable to the input of shape {tuple(x.shape)}, got shape "
+            f"{tuple(value.shape)}"
         ) from error

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from drsa_core.lrp.canonical import ModuleEdits
+from drsa_core.lrp import ModuleEdits
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
@@ -64,7 +64,7 @@ def constant_weights(model: nn.Module) -> Iterator[None]:
                 edits.attribute(module, "forward", _constant_forward(module))
         yield
     finally:
-        edits.undo()
+        edits.remove()
 
 
 def _only_convolves(conv: nn.Conv2d) -> bool:

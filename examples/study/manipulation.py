@@ -14,7 +14,7 @@ from typing import Self, TypeAlias
 
 import torch
 from drsa_core.checks import as_float, as_float_tensor, as_int, check_finite, unit_rows
-from drsa_core.lrp.canonical import ModuleEdits
+from drsa_core.lrp import ModuleEdits
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -50,7 +50,7 @@ class SoftplusActivations:
                     self._edits.attribute(module, "forward", self._forward(module))
                     found = True
         except BaseException:
-            self._edits.undo()
+            self._edits.remove()
             raise
         if not found and self.beta is not None:
             raise ValueError(
@@ -62,7 +62,7 @@ class SoftplusActivations:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._edits.undo()
+        self._edits.remove()
 
     def _forward(self, activation: nn.Module) -> Callable[[Tensor], Tensor]:
         original, is_relu6 = activation.forward, isinstance(activation, nn.ReLU6)

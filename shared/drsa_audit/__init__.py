@@ -1,13 +1,11 @@
-"""Whole experiments on networks and folders of photographs, above both adapters, and the command `drsa`.
+"""Networks and folders of photographs, above both adapters, and the command `drsa`.
 
 In the order of the data flow: `networks` (a network by name, with preprocessing and rules; `weights` says
 where models come from, `published` how photographs become inputs), `images` (folders of photographs;
 `package_photos` has those that come with packages), `backends` (LRP, Gradient × Input, Integrated Gradients,
 Shapley values behind one interface).
 
-For the paper's tables: `jobs` (what is fitted, and what is read from it), `experiment` (collects, fits,
-explains and evaluates; an interrupted run goes on), `checks` (ablation, stability, γ), `results`, `summary`,
-`tables`, `figures`, and `benchmark`.
+The paper's tables are made by `examples/study/benchmark.py`, which is not installed.
 
 For an audit: `opening` and `folders` (model, class and files from what a user names), `layers` and
 `backend_choice` (where and how to explain), `session`, `concepts`, `audit_steps` and `explaining` (what is
@@ -25,26 +23,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .auditing import Audit, AuditSettings, audit
     from .backends import Backend, make_backend, relevance_at
-    from .benchmark import BenchmarkSettings, run_benchmark
     from .errors import BadInput
-    from .experiment import Evaluation, Experiment, OutOfTime
-    from .figures import draw_figures
     from .images import ClassImages, class_folders, find_classes, load_images, photo_files
     from .networks import Network, load_network, with_upper_gamma
-    from .results import Results
-    from .tables import write_tables
 
 _PLACES = {
     "auditing": ("Audit", "AuditSettings", "audit"),
     "backends": ("Backend", "make_backend", "relevance_at"),
-    "benchmark": ("BenchmarkSettings", "run_benchmark"),
     "errors": ("BadInput",),
-    "experiment": ("Evaluation", "Experiment", "OutOfTime"),
-    "figures": ("draw_figures",),
     "images": ("ClassImages", "class_folders", "find_classes", "load_images", "photo_files"),
     "networks": ("Network", "load_network", "with_upper_gamma"),
-    "results": ("Results",),
-    "tables": ("write_tables",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 
@@ -53,25 +41,17 @@ __all__ = [
     "AuditSettings",
     "Backend",
     "BadInput",
-    "BenchmarkSettings",
     "ClassImages",
-    "Evaluation",
-    "Experiment",
     "Network",
-    "OutOfTime",
-    "Results",
     "audit",
     "class_folders",
-    "draw_figures",
     "find_classes",
     "load_images",
     "load_network",
     "make_backend",
     "photo_files",
     "relevance_at",
-    "run_benchmark",
     "with_upper_gamma",
-    "write_tables",
 ]
 
 

@@ -14,8 +14,7 @@ from zennit.composites import EpsilonPlus
 from zennit.core import Composite
 
 from zennit_drsa import doctor
-from zennit_drsa.doctor import Diagnosis
-from zennit_drsa.families import Remedy, remedies
+from zennit_drsa.doctor import Diagnosis, remedies
 
 from .errors import BadInput, one_line
 from .networks import Network, Rules
@@ -146,16 +145,13 @@ def _candidates(network: Network, inputs: Tensor, layer: str | None) -> Iterator
         pass
     else:
         yield type(own).__name__, network.composite
-    for remedy in remedies():
-        if not remedy.suits(network.model):
-            continue
-        for number, (_, trial) in enumerate(remedy.trials(EpsilonPlus(), inputs)):
-            yield _rules_name(trial), partial(_trial, remedy, inputs, number)
+    for number, (_, trial) in enumerate(remedies(network.model, EpsilonPlus(), inputs)):
+        yield _rules_name(trial), partial(_trial, network, inputs, number)
 
 
-def _trial(remedy: Remedy, inputs: Tensor, number: int, layer: str | None) -> Composite:
+def _trial(network: Network, inputs: Tensor, number: int, layer: str | None) -> Composite:
     """A new composite each time: one can be registered on one model only."""
-    return next(islice(remedy.trials(EpsilonPlus(), inputs), number, None))[1]
+    return next(islice(remedies(network.model, EpsilonPlus(), inputs), number, None))[1]
 
 
 def _rules_name(composite: Composite) -> str:

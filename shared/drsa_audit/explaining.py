@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from drsa_core import Subspaces
-from drsa_core.atomic_files import write_atomically
 from drsa_core.evaluation import peakness, separability
+from drsa_core.storage import write_atomically
 
 from .audit_steps import Explained, explain, flip_patches, forward_seconds, noted
 from .concepts import take_out
@@ -179,7 +179,7 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks
             figure.savefig(file, format="png", dpi=DPI)
-        write_atomically(folder / _picture(n, name), [file.getvalue()])
+        write_atomically(folder / _picture(n, name), file.getvalue())
 
 
 def _picture(n: int, name: str) -> str:
@@ -212,4 +212,4 @@ def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None
         values = [float(explained.score[n]), *explained.relevance[n].tolist()]
         shown = [f"{value:.6g}" if math.isfinite(value) else "" for value in values]
         table.writerow([name, shown[0], int(explained.rank[n]) or "", *shown[1:]])
-    write_atomically(file, [text.getvalue().encode()])
+    write_atomically(file, text.getvalue().encode())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from drsa_core import Subspaces
-from drsa_core.atomic_files import write_atomically
+from drsa_core.storage import write_atomically
 
 from .errors import BadInput
 
@@ -87,7 +87,7 @@ def read_json(file: Path) -> Any:
 def write_json(file: Path, content: Any) -> None:
     """Write the whole file or nothing. Paths may hold bytes that are no text, for which a sign stands."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_atomically(file, [text.encode(errors="replace")])
+    write_atomically(file, text.encode(errors="replace"))
 
 
 def check_writable(folder: Path) -> None:

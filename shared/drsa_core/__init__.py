@@ -3,7 +3,6 @@
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
 from .explanation import Certificate, Explanation, Losses
-from .fingerprint import model_fingerprint
 from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .layer import (
     RelevanceLossWarning,
@@ -14,11 +13,17 @@ from .layer import (
     lost_relevance,
 )
 from .many_classes import ClassIndex, fit_many
-from .pair_shards import PairShards
 from .pair_store import PairStore, PairWriter
-from .pairs import Pairs, sample_pairs
+from .pairs import Pairs, PairShards, sample_pairs
 from .prca import PCA, PRCA, MaxRel, NotFittedError, RandomSubspaces, Solver, learn_subspaces
-from .provenance import Provenance, ProvenanceWarning, check_provenance, describe_target, target_order
+from .provenance import (
+    Provenance,
+    ProvenanceWarning,
+    check_provenance,
+    describe_target,
+    model_fingerprint,
+    target_order,
+)
 from .stability import ChoiceOfK, Lineage, Stability, choose_k, stability
 from .subspaces import Subspaces
 from .token_maps import TokenLayout, TokenMaps

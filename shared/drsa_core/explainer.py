@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from .collect import collect_pairs
+from .collection import collect_pairs
 from .distributed import ALONE, Ranks
 from .drsa import DRSA
 from .explanation import Explanation

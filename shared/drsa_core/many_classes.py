@@ -2,37 +2,38 @@
 
 The job lives in a folder, can be killed at any time, and goes on where it was. Under `torchrun` the batches
 of the pass and then the classes are shared by the ranks.
+
+Each batch of the pass is a unit: its pairs go to the folders of their classes, in files named after the
+number of the batch, and then an entry in the journal says so. A batch without an entry, or with a file
+missing, is done again, with the same bits, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
-from os import PathLike
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from .atomic_files import remove_leftovers, write_json
 from .checks import as_int
-from .class_pairs import ClassPairs, collect_classes, label_provenance
+from .collection import Batches, check_same_batch, hidden, pairs_at_positions
 from .distributed import Ranks, joined_ranks
 from .drsa import DRSA
 from .explainer import Explainer
-from .file_locks import locked
-from .fingerprint import feed
-from .pair_shards import MEMORY
+from .pair_store import PairStore
+from .pairs import MEMORY
 from .prca import Solver, learn_subspaces
+from .provenance import Provenance, content_digest
+from .storage import PathLike, locked, read_json, remove_leftovers, write_json
 from .subspaces import Subspaces, subspaces_header
+from .targets import LABEL
 
-_LOCK = ".lock"
-_JOB = "job.json"
 _INDEX = "index.json"
 
 
@@ -56,18 +57,14 @@ class ClassIndex:
     failed: dict[int, str]
 
     @classmethod
-    def load(cls, folder: str | PathLike[str]) -> ClassIndex:
+    def load(cls, folder: PathLike) -> ClassIndex:
         """Read `index.json` in the folder of a job."""
         file = Path(folder) / _INDEX
         if not file.is_file():
             raise FileNotFoundError(f"no index at {file}; the job has not finished a class yet")
-        try:
-            content = json.loads(file.read_bytes())
-            classes = {int(label): dict(entry) for label, entry in content["classes"].items()}
-            failed = {int(label): str(why) for label, why in content["failed"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is damaged ({error}); run the job again: it makes a new one") from error
-        return cls(Path(folder), classes, failed)
+        content = read_json(file)
+        classes = {int(label): entry for label, entry in content["classes"].items()}
+        return cls(Path(folder), classes, {int(label): why for label, why in content["failed"].items()})
 
     def subspaces(self, label: int) -> Subspaces:
         """The subspaces of a class."""
@@ -78,15 +75,13 @@ class ClassIndex:
 
     def save(self) -> None:
         """Write `index.json`."""
-        classes = {str(label): self.classes[label] for label in sorted(self.classes)}
-        failed = {str(label): self.failed[label] for label in sorted(self.failed)}
-        write_json(self.folder / _INDEX, {"classes": classes, "failed": failed})
+        write_json(self.folder / _INDEX, {"classes": self.classes, "failed": self.failed})
 
 
 def fit_many(
     explainer: Explainer,
     loader: Iterable[Any],
-    folder: str | PathLike[str],
+    folder: PathLike,
     solver: Solver | None = None,
     *,
     classes: Collection[int] | None = None,
@@ -100,9 +95,9 @@ def fit_many(
 ) -> ClassIndex:
     """Collect pairs of all classes in one pass over a loader, and learn the subspaces of each class.
 
-    What is done is kept: started again with the same arguments after a crash, the job does what is missing.
-    With more batches at the end of the loader, they are added, and their classes learned again. The first and
-    the last batch that are done are loaded to see whether the data is the same.
+    Started again with the same arguments after a crash, the job does what is missing. With more batches at
+    the end of the loader, they are added, and their classes learned again. The first and the last batch that
+    are done are loaded to see whether the data is the same.
 
     Parameters
     ----------
@@ -127,7 +122,7 @@ def fit_many(
     progress : bool, optional
         Show progress bars with the time left, on the first rank. Default: on a terminal.
     ranks : Ranks, optional
-        Default those of `torchrun`, or this process alone.
+        Default those of `torchrun`, or this process.
 
     Returns
     -------
@@ -135,196 +130,222 @@ def fit_many(
         On every rank. A class whose fit was refused (too few pairs, no relevance, a damaged file) is in
         `failed`, and is tried again in the next run.
     """
-    if ranks is None:
-        with joined_ranks() as joined:
-            return fit_many(
-                explainer,
-                loader,
-                folder,
-                solver,
-                classes=classes,
-                names=names,
-                positions=positions,
-                random_state=random_state,
-                skip_tokens=skip_tokens,
-                memory=memory,
-                progress=progress,
-                ranks=joined,
-            )
-    random_state = as_int(random_state, "random_state", 0)
-    positions = None if positions is None else as_int(positions, "positions", 1)
-    skip_tokens = as_int(skip_tokens, "skip_tokens", 0)
-    solver = DRSA(n_subspaces=4, random_state=random_state) if solver is None else solver
+    made = Provenance(
+        **explainer._origin(),
+        channel_dim=explainer.channel_dim,
+        target=LABEL,
+        positions=None if positions is None else as_int(positions, "positions", 1),
+        random_state=as_int(random_state, "random_state", 0),
+        skip_tokens=as_int(skip_tokens, "skip_tokens", 0),
+    )
+    solver = DRSA(n_subspaces=4, random_state=made.random_state) if solver is None else solver
     wanted = None if classes is None else frozenset(as_int(label, "every class", 0) for label in classes)
-    kept = ClassPairs(Path(folder), label_provenance(explainer, positions, random_state, skip_tokens))
-    settings = {
-        "provenance": kept.provenance.as_dict(),
-        "classes": None if wanted is None else sorted(wanted),
-        "solver": _described(solver),
-    }
+    job = _Job(Path(folder), made)
     with ExitStack() as stack:
-        for is_turn in (ranks.is_first, not ranks.is_first):
-            with ranks.all_or_none(f"opening {folder}"):
-                if is_turn:
-                    stack.enter_context(_opened(kept, settings, ranks))
+        ranks = stack.enter_context(joined_ranks()) if ranks is None else ranks
+        with ranks.all_or_none(f"opening {folder}"):
+            if ranks.is_first:
+                job.folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(job.folder))
+                job.open(
+                    {"classes": None if wanted is None else sorted(wanted), "solver": _described(solver)}
+                )
+        with ranks.all_or_none(f"opening {folder}"):
+            if not job.settings.exists():
+                raise FileNotFoundError(f"rank {ranks.rank} does not see {folder}; all ranks need one folder")
         with ranks.all_or_none("collecting"):
-            n_own = collect_classes(
-                explainer, loader, kept, wanted, positions, random_state, skip_tokens, ranks, progress
-            )
+            batches = Batches(loader, ranks, progress, resumes=True)
+            job.collect(explainer, batches, wanted)
         ranks.barrier("the end of the collection")
-        n_batches = sum(ranks.all_gather(n_own))
-        if kept.numbers() != list(range(n_batches)):
+        n_batches = sum(ranks.all_gather(len(batches.own)))
+        if job.numbers() != list(range(n_batches)):
             raise ValueError(
-                f"{folder} holds {len(kept.numbers())} batches, but the loader gives {n_batches}: the job "
-                "was begun with more data. Give all of it again, or use another folder"
+                f"{folder} holds {len(job.numbers())} batches, but the loader gives {n_batches}: the job was "
+                "begun with more data. Give all of it again, or use another folder"
             )
-        fits = _Fits(kept, solver, dict(names or {}), memory, ranks)
         with ranks.all_or_none("fitting"):
-            fits.run(progress)
-        return fits.index()
+            contents, failed, names = job.contents(), {}, names or {}
+            # The first rank says which are missing, so that a late one does not miss what another finished.
+            missing = ranks.from_first(job.outdated(contents) if ranks.is_first else None)
+            mine = missing[ranks.rank :: ranks.size]
+            bar = tqdm(mine, "fitting classes", unit="class", disable=hidden(batches.progress))
+            for label in bar:
+                try:
+                    job.fit(label, contents[label], deepcopy(solver), memory)
+                except ValueError as error:
+                    failed[label] = f"{type(error).__name__}: {error}"
+                if ranks.is_first:
+                    job.index(contents, names, failed).save()
+        said = ranks.all_gather([*failed.items()])
+        index = job.index(contents, names, {label: why for part in said for label, why in part})
+        if ranks.is_first:
+            index.save()
+        ranks.barrier("the index")
+        return index
 
 
 def _described(solver: Solver) -> str:
     """A solver with its parameters, those that change nothing in its result left out."""
     parameters: dict[str, Any] = getattr(solver, "get_params", dict)()
     named = {name: value for name, value in parameters.items() if name != "progress"}
-    if named:
-        return f"{type(solver).__name__} {named}"
-    # Its state instead: a `repr` may hold an address, which is another one in every run.
-    digest = hashlib.sha256()
-    feed(digest, solver)
-    return f"{type(solver).__name__} {digest.hexdigest()[:12]}"
+    # Of others the state: a `repr` may hold an address, which is another one in every run.
+    return f"{type(solver).__name__} {named or content_digest(solver)}"
 
 
-@contextmanager
-def _opened(kept: ClassPairs, settings: dict[str, Any], ranks: Ranks) -> Iterator[None]:
-    """The folder of a job for the time of a `with` block; refused if it was begun with other settings."""
-    folder, file = kept.folder, kept.folder / _JOB
-    if ranks.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-    elif not file.exists():
-        raise FileNotFoundError(
-            f"rank {ranks.rank} does not see {file}, which the first rank wrote; all ranks need one folder"
-        )
-    with locked(folder, ranks.name_of(_LOCK)):
-        if ranks.is_first:
-            kept.prepare()
-            (folder / "subspaces").mkdir(exist_ok=True)
-            for place in (folder, folder / "subspaces"):
+@dataclass(frozen=True)
+class _InBatch:
+    """How many images of a class a batch has, and the digest of the batch."""
+
+    n_images: int
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The folder of a job: pairs and subspaces by class, and the journal of batches."""
+
+    folder: Path
+    provenance: Provenance
+
+    @property
+    def settings(self) -> Path:
+        """File of the settings with which the job was begun."""
+        return self.folder / "job.json"
+
+    def open(self, settings: dict[str, Any]) -> None:
+        """Make what is missing, remove what killed writers left; ValueError if it has other settings."""
+        for name in ("batches", "pairs", "subspaces"):
+            (self.folder / name).mkdir(exist_ok=True)
+        for place in (*self.folder.iterdir(), *(self.folder / "pairs").iterdir()):
+            if place.is_dir():
                 remove_leftovers(place)
-        _check_settings(file, settings)
-        yield
+        settings = {"provenance": self.provenance.as_dict(), **settings}
+        before = read_json(self.settings) if self.settings.exists() else settings
+        if other := [
+            f"{k}: {before.get(k)} there, {v} here" for k, v in settings.items() if before.get(k) != v
+        ]:
+            raise ValueError(
+                f"{self.folder} was begun with other settings ({'; '.join(other)}); use another folder"
+            )
+        write_json(self.settings, settings)
 
+    def collect(self, explainer: Explainer, batches: Batches, wanted: Collection[int] | None) -> None:
+        """This rank's batches, each explained for its labels, into the folders of their classes."""
+        parameter = next(explainer._known_model().parameters(), None)
+        made = self.provenance
+        for batch in batches.missing(self._holds):
+            digest = batch.digest(with_labels=True)
+            if batch.is_done:
+                before = self._entry(batch.number).get("batch")
+                check_same_batch(before, digest, f"batch {batch.number} of {self.folder}")
+                continue
+            rows: dict[int, list[int]] = defaultdict(list)
+            for i, label in enumerate(batch.labels()):
+                if wanted is None or label in wanted:
+                    rows[label].append(i)
+            if rows:
+                inputs = batch.inputs(None if parameter is None else parameter.device)
+                chosen = sorted(i for of_label in rows.values() for i in of_label)
+                some = tuple(x[chosen] for x in inputs) if isinstance(inputs, tuple) else inputs[chosen]
+                a, c = explainer.context(some, [batch.labels()[i] for i in chosen])
+            for label, of_label in rows.items():
+                here = [chosen.index(i) for i in of_label]
+                examples = [batch.examples[i] for i in of_label]
+                pairs = pairs_at_positions(
+                    a[here], c[here], made.positions, made.random_state or 0, examples, made.channel_dim,
+                    made.skip_tokens or 0,
+                )  # fmt: skip
+                file = self._pairs(label, batch.number)
+                file.parent.mkdir(exist_ok=True)
+                pairs.with_provenance(replace(made, target=label)).save(file)
+            classes = {str(label): len(of_label) for label, of_label in sorted(rows.items())}
+            entry = {"images": batch.size, "classes": classes, "batch": digest}
+            write_json(self._journal(batch.number), entry)
 
-def _check_settings(file: Path, settings: dict[str, Any]) -> None:
-    settings = json.loads(json.dumps(settings))
-    if not file.exists():
-        write_json(file, settings)
-        return
-    try:
-        before = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); use another folder") from error
-    other = [
-        f"{key}: {before.get(key)} there, {value} here"
-        for key, value in settings.items()
-        if before.get(key) != value
-    ]
-    if other:
-        raise ValueError(
-            f"{file.parent} was begun with other settings ({'; '.join(other)}); use another folder"
-        )
+    def numbers(self) -> list[int]:
+        """Numbers of the batches in the journal."""
+        return sorted(int(file.stem) for file in (self.folder / "batches").glob("*.json"))
 
+    def contents(self) -> dict[int, dict[int, _InBatch]]:
+        """For each class, in order, what each batch has of it, by the number of the batch."""
+        found: dict[int, dict[int, _InBatch]] = defaultdict(dict)
+        for number in self.numbers():
+            entry = self._entry(number)
+            for label, n_images in entry["classes"].items():
+                found[int(label)][number] = _InBatch(n_images, entry.get("batch"))
+        return {label: found[label] for label in sorted(found)}
 
-class _Fits:
-    """One fit for each class that has none yet, shared by the ranks."""
+    def outdated(self, contents: dict[int, dict[int, _InBatch]]) -> list[int]:
+        """Classes without subspaces; those that were learned from other batches are removed."""
+        missing = []
+        for label, batches in contents.items():
+            file = self._subspaces(label)
+            if file.exists() and not self._learned_from(batches).items() <= _metadata(file).items():
+                file.unlink()  # so that the index does not show it meanwhile
+            if not file.exists():
+                missing.append(label)
+        return missing
 
-    def __init__(
-        self, kept: ClassPairs, solver: Solver, names: dict[int, str], memory: int, ranks: Ranks
-    ) -> None:
-        self.kept, self.solver, self.names, self.memory, self.ranks = kept, solver, names, memory, ranks
-        self.contents = kept.contents()
-        self.failed: dict[int, str] = {}
-        self._entries: dict[int, dict[str, Any]] = {}
-
-    def run(self, progress: bool | None) -> None:
-        """This rank's classes: every `size`-th of those that are missing."""
-        if self.ranks.is_first:
-            for label in self.contents:
-                if self._file(label).exists() and not self._is_current(label):
-                    self._file(label).unlink()  # so that the index does not show it meanwhile
-        missing = [label for label in self.contents if not self._file(label).exists()]
-        # The first rank says which, so that one that is late does not miss what another has just finished.
-        missing = self.ranks.from_first(missing)
-        mine = missing[self.ranks.rank :: self.ranks.size]
-        hidden = None if progress is None else not progress
-        if not self.ranks.is_first:
-            hidden = True
-        for label in tqdm(mine, desc="fitting classes", unit="class", disable=hidden):
-            try:
-                self._fit(label)
-            except ValueError as error:
-                self.failed[label] = f"{type(error).__name__}: {error}"
-            if self.ranks.is_first:
-                self._found(self.failed).save()
-
-    def _fit(self, label: int) -> None:
-        batches = self.contents[label]
-        store = self.kept.store(label)
-        store.close(batches, self.kept.of_class(label))
+    def fit(self, label: int, batches: dict[int, _InBatch], solver: Solver, memory: int) -> None:
+        """Learn the subspaces of a class."""
+        store = PairStore(self.folder / "pairs" / str(label))
+        made = replace(self.provenance, target=label)
+        store.close(batches, made)
         begin = time.perf_counter()
-        solver = deepcopy(self.solver)
-        if sum(file.stat().st_size for file in store.files()) > self.memory:
+        if sum(file.stat().st_size for file in store.files()) > memory:
             fit: Any = solver.fit
-            fit(store.shards(memory=self.memory))
-            found = solver.subspaces_.with_provenance(self.kept.of_class(label))
+            fit(store.shards(memory=memory))
+            found = solver.subspaces_.with_provenance(made)
         else:
             found = learn_subspaces(solver, store.load())
-        seconds = time.perf_counter() - begin
-        found = found.with_metadata(
-            class_index=label, fit_seconds=round(seconds, 3), **self._learned_from(label)
-        )
-        found.save(self._file(label))
+        about = {"class_index": label, "fit_seconds": round(time.perf_counter() - begin, 3)}
+        found.with_metadata(**about, **self._learned_from(batches)).save(self._subspaces(label))
 
-    def _learned_from(self, label: int) -> dict[str, Any]:
+    def index(self, contents: Iterable[int], names: Mapping[int, str], failed: dict[int, str]) -> ClassIndex:
+        """What is finished, in the order of the labels."""
+        classes = {}
+        for label in contents:
+            file = self._subspaces(label)
+            if file.exists():
+                about = {
+                    key: v
+                    for key, v in _metadata(file).items()
+                    if key in ("n_images", "fit_seconds", "solver")
+                }
+                name = {"name": names[label]} if label in names else {}
+                classes[label] = {"file": str(file.relative_to(self.folder)), **name, **about}
+        return ClassIndex(self.folder, classes, dict(sorted(failed.items())))
+
+    def _learned_from(self, batches: dict[int, _InBatch]) -> dict[str, Any]:
         """Number of images and digest of the batches of a class, for the metadata of its subspaces."""
-        digest = hashlib.sha256()
-        feed(digest, self.contents[label])
-        n_images = sum(batch.n_images for batch in self.contents[label].values())
-        return {"n_images": n_images, "batches": digest.hexdigest()[:16]}
+        n_images = sum(batch.n_images for batch in batches.values())
+        return {"n_images": n_images, "batches": content_digest({n: asdict(b) for n, b in batches.items()})}
 
-    def _is_current(self, label: int) -> bool:
-        """Whether the subspaces in a file were learned from the batches that are there now."""
-        metadata = subspaces_header(self._file(label))["metadata"]
-        # Files of earlier releases hold the number of images alone.
-        return all(metadata.get(key, value) == value for key, value in self._learned_from(label).items())
+    def _holds(self, number: int, n_images: int) -> bool:
+        """Whether a batch is in the journal and all of its files are there."""
+        if not self._journal(number).exists():
+            return False
+        entry = self._entry(number)
+        if entry["images"] != n_images:
+            raise ValueError(
+                f"batch {number} of {self.folder} has {entry['images']} images, but the loader gives "
+                f"{n_images}: the job was begun with batches of another size. Use that size again, or "
+                "another folder"
+            )
+        return all(self._pairs(int(label), number).exists() for label in entry["classes"])
 
-    def index(self) -> ClassIndex:
-        """What all ranks have found; the first one writes it."""
-        failed = {
-            int(label): why for said in self.ranks.all_gather(self.failed) for label, why in said.items()
-        }
-        found = self._found(failed)
-        if self.ranks.is_first:
-            found.save()
-        self.ranks.barrier("the index")
-        return found
+    def _entry(self, number: int) -> dict[str, Any]:
+        return dict(read_json(self._journal(number)))
 
-    def _found(self, failed: dict[int, str]) -> ClassIndex:
-        for label in self.contents:
-            file = self._file(label)
-            if label not in self._entries and file.exists():
-                self._entries[label] = self._entry(label, file)
-        # In the order of the labels, whichever rank was first.
-        return ClassIndex(self.kept.folder, dict(sorted(self._entries.items())), dict(sorted(failed.items())))
+    def _journal(self, number: int) -> Path:
+        return self.folder / "batches" / f"{number:06d}.json"
 
-    def _entry(self, label: int, file: Path) -> dict[str, Any]:
-        metadata = subspaces_header(file)["metadata"]
-        entry = {"file": str(file.relative_to(self.kept.folder))}
-        if label in self.names:
-            entry["name"] = self.names[label]
-        kept = {key: metadata[key] for key in ("n_images", "fit_seconds", "solver") if key in metadata}
-        return entry | kept
+    def _pairs(self, label: int, number: int) -> Path:
+        return self.folder / "pairs" / str(label) / f"{number:06d}.safetensors"
 
-    def _file(self, label: int) -> Path:
-        return self.kept.folder / "subspaces" / f"{label}.safetensors"
+    def _subspaces(self, label: int) -> Path:
+        return self.folder / "subspaces" / f"{label}.safetensors"
+
+
+def _metadata(file: Path) -> dict[str, Any]:
+    return dict(subspaces_header(file)["metadata"])

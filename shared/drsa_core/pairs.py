@@ -1,12 +1,13 @@
-"""`Pairs`: activation vectors with their context vectors, as the solvers take them (Note E)."""
+"""Activation vectors with their context vectors, as the solvers take them (Note E)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import replace
-from os import PathLike
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,16 @@ import torch
 from torch import Tensor
 
 from .checks import ArrayLike, as_float_tensor, as_int, check_finite, check_pairs, own_copy, unit_scale
-from .provenance import Provenance
-from .storage import read_rows, read_shapes, read_tensors, write_tensors
+from .distributed import ALONE, Ranks
+from .provenance import Provenance, common_provenance
+from .storage import PathLike, read_header, read_rows, read_tensors, write_tensors
 
-_KIND = "pairs"
-_FORMAT_VERSION = 2
+_KIND, _FORMAT_VERSION = "pairs", 3
+
+#: Bytes that samples in work may take, by default.
+MEMORY = 2**30
+#: Arrays of a chunk's size that an evaluation of DRSA's objective holds at a time, generously counted.
+COPIES = 12
 
 
 class Pairs:
@@ -48,17 +54,12 @@ class Pairs:
     ) -> None:
         checked_a, checked_c = check_pairs(a, c, min_rows=0)
         self._a, self._c = own_copy(checked_a), own_copy(checked_c)
-        self._image = _check_image(image, len(self._a)).clone()
-        self._provenance = _check_type(provenance)
-
-    @classmethod
-    def _owning(cls, a: Tensor, c: Tensor, image: Tensor, provenance: Provenance | None) -> Pairs:
-        """Take over tensors that nobody else holds. As checked as others, but not copied."""
-        pairs = cls.__new__(cls)
-        pairs._a, pairs._c = check_pairs(a, c, min_rows=0)
-        pairs._image = _check_image(image, len(pairs._a))
-        pairs._provenance = _check_type(provenance)
-        return pairs
+        if image is None:
+            image = torch.zeros(len(self._a), dtype=torch.long, device="cpu")
+        self._image = torch.as_tensor(image, device="cpu").long().clone()
+        if self._image.shape != (len(self._a),):
+            raise ValueError(f"image must have shape ({len(self._a)},), got {tuple(self._image.shape)}")
+        self._provenance = provenance
 
     @property
     def a(self) -> Tensor:
@@ -94,7 +95,7 @@ class Pairs:
     def with_provenance(self, provenance: Provenance | None) -> Pairs:
         """The same pairs with another provenance, or none."""
         pairs = copy(self)  # with the same tensors: neither of the two changes them
-        pairs._provenance = _check_type(provenance)
+        pairs._provenance = provenance
         return pairs
 
     def to(self, device: torch.device | str) -> Pairs:
@@ -113,122 +114,41 @@ class Pairs:
             If the parts differ in their features, or in their provenance other than positions, seed and
             skipped tokens. Those become None where they differ. Parts without provenance go with all others.
         """
-        if not parts:
-            raise ValueError("concatenate needs at least one Pairs, got none")
-        features = {part.a.shape[1] for part in parts}
-        if len(features) > 1:
-            raise ValueError(f"all parts must have the same number of features, got {sorted(features)}")
-        provenance = common_provenance([part.provenance for part in parts])
+        if not parts or len({part.a.shape[1] for part in parts}) > 1:
+            raise ValueError(
+                "concatenate needs at least one Pairs, and all with the same number of features, got "
+                f"{[part.a.shape[1] for part in parts]}"
+            )
         images, offset = [], 0
         for part in parts:
             images.append(part.image + offset)
             offset += int(part.image.max()) + 1 if len(part) else 0
-        a, c = torch.cat([part.a for part in parts]), torch.cat([part.c for part in parts])
-        return cls._owning(a, c, torch.cat(images), provenance)
+        joined = copy(parts[0])
+        joined._a, joined._c = torch.cat([part.a for part in parts]), torch.cat([part.c for part in parts])
+        joined._image = torch.cat(images)
+        return joined.with_provenance(common_provenance([part.provenance for part in parts]))
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: PathLike) -> None:
         """Write a safetensors file, with the provenance as JSON in its header."""
         self._save(path)
 
-    def _save(self, path: str | PathLike[str], batch: str | None = None) -> None:
-        """As `save`, with the digest of the batch that the pairs were collected from."""
+    def _save(self, path: PathLike, **about: Any) -> None:
+        header = {"provenance": None if self._provenance is None else self._provenance.as_dict(), **about}
         tensors = {"a": self._a, "c": self._c, "image": self._image}
-        provenance = None if self._provenance is None else self._provenance.as_dict()
-        header = {"provenance": provenance} | ({} if batch is None else {"batch": batch})
         write_tensors(path, tensors, _KIND, _FORMAT_VERSION, header)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Pairs:
+    def load(cls, path: PathLike, device: torch.device | str = "cpu") -> Pairs:
         """Read what `save` wrote; ValueError with the path if the file is damaged. Nothing is unpickled."""
         tensors, header = read_tensors(path, _KIND, _FORMAT_VERSION, device)
-        entries = header.get("provenance")
-        try:
-            provenance = None if entries is None else Provenance.from_dict(entries)
-            # Copied: tensors from a file may be a view of it, and the file may change.
-            return cls(tensors["a"], tensors["c"], tensors["image"], provenance)
-        except KeyError as error:
-            raise ValueError(f"{path} lacks the entry {error}; save the pairs again") from error
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} does not hold valid pairs: {error}") from error
+        made = header["provenance"] and Provenance.from_dict(header["provenance"])
+        # Copied: tensors from a file may be a view of it, and the file may change.
+        return cls(tensors["a"], tensors["c"], tensors["image"], made)
 
 
-def pair_file_shape(path: str | PathLike[str]) -> tuple[int, int, torch.dtype, Provenance | None]:
-    """N, D, dtype and provenance of a file of pairs; only its header is read."""
-    shapes, header = read_shapes(path, _KIND, _FORMAT_VERSION)
-    try:
-        (dtype, shape), (other, other_shape) = shapes["a"], shapes["c"]
-    except KeyError as error:
-        raise ValueError(f"{path} lacks the entry {error}; save the pairs again") from error
-    if len(shape) != 2 or shape != other_shape:
-        raise ValueError(f"{path} does not hold valid pairs: a has shape {shape} and c {other_shape}")
-    entries = header.get("provenance")
-    provenance = None if entries is None else Provenance.from_dict(entries)
-    return shape[0], shape[1], torch.promote_types(dtype, other), provenance
-
-
-def check_pair_file(path: str | PathLike[str]) -> None:
-    """ValueError with the path if a file of pairs is damaged; it is read through a memory map."""
-    tensors, _ = read_tensors(path, _KIND, _FORMAT_VERSION)
-    try:
-        check_pairs(tensors["a"], tensors["c"], min_rows=0)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not hold valid pairs: {error}") from error
-
-
-def pair_file_images(path: str | PathLike[str]) -> int:
-    """Number of images in a file of pairs of one batch; nothing but its last image number is read."""
-    n_rows = pair_file_shape(path)[0]
-    return 1 + int(read_rows(path, ("image",), n_rows - 1, n_rows)[0]) if n_rows else 0
-
-
-def pair_file_batch(path: str | PathLike[str]) -> str | None:
-    """Digest of the batch from which a file of pairs was collected, if that was kept."""
-    _, header = read_shapes(path, _KIND, _FORMAT_VERSION)
-    digest = header.get("batch")
-    return digest if isinstance(digest, str) else None
-
-
-def _check_image(image: Tensor | np.ndarray[Any, Any] | None, n_rows: int) -> Tensor:
-    if image is None:
-        return torch.zeros(n_rows, dtype=torch.long, device="cpu")
-    if isinstance(image, np.ma.MaskedArray):
-        raise TypeError("image must not be a masked array; drop the masked entries, or fill them")
-    numbers = torch.as_tensor(image, device="cpu")
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise TypeError(f"image must hold integers, the numbers of the images, got {numbers.dtype}")
-    if numbers.shape != (n_rows,):
-        raise ValueError(f"image must have shape ({n_rows},), got {tuple(numbers.shape)}")
-    numbers = numbers.long()  # first: torch knows no minimum of unsigned numbers
-    if n_rows and int(numbers.min()) < 0:
-        raise ValueError(f"image must count from 0, got {int(numbers.min())}")
-    return numbers
-
-
-def _check_type(provenance: Provenance | None) -> Provenance | None:
-    if not isinstance(provenance, Provenance | None):
-        raise TypeError(f"provenance must be a Provenance or None, got {type(provenance).__name__}")
-    return provenance
-
-
-def common_provenance(parts: Sequence[Provenance | None]) -> Provenance | None:
-    """The provenance of pairs that are joined, from those of the parts; ValueError if they contradict."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    # A part that does not know its model agrees with every other, but those must agree with each other.
-    first = replace(known[0], model=next((part.model for part in known if part.model), None))
-    for other in known[1:]:
-        differences = first.differences(other, exact=True)
-        if differences:
-            raise ValueError(
-                f"the parts were not collected in one way: {'; '.join(differences)}. To join them all the "
-                "same, give up what is known about them: part.with_provenance(None)"
-            )
-    free: dict[str, Any] = {
-        name: getattr(first, name) if len({getattr(part, name) for part in known}) == 1 else None
-        for name in ("positions", "random_state", "target_order", "skip_tokens")
-    }
-    return replace(first, **free)
+def pairs_header(path: PathLike) -> dict[str, Any]:
+    """What a file of pairs says beside its tensors."""
+    return read_header(path, _KIND, _FORMAT_VERSION)[1]
 
 
 def sample_pairs(
@@ -254,29 +174,23 @@ def sample_pairs(
             f"activation and context must have one shape, got {tuple(activation.shape)} "
             f"and {tuple(context.shape)}"
         )
-    if not -activation.ndim < channel_dim < activation.ndim or channel_dim == 0:
-        raise ValueError(
-            f"channel_dim must be an axis after that of the images, got {channel_dim} for an activation of "
-            f"shape {tuple(activation.shape)}"
-        )
+    if channel_dim in (0, -activation.ndim):
+        raise ValueError(f"channel_dim must be an axis after that of the images, got {channel_dim}")
     a = activation.detach().movedim(channel_dim, -1)
     c = context.detach().movedim(channel_dim, -1)
-    n_images, n_features = a.shape[0], a.shape[-1]
-    n_positions = math.prod(a.shape[1:-1])
-    shape = (n_images, n_positions, n_features)
+    n_images, n_positions = a.shape[0], math.prod(a.shape[1:-1])
+    shape = (n_images, n_positions, a.shape[-1])
     a, c = a.reshape(shape), c.reshape(shape)
     # On the CPU, also after torch.set_default_device("cuda"): the generator is one of the CPU.
     if positions is None or as_int(positions, "positions", 1) >= n_positions:
         chosen = torch.arange(n_positions, device="cpu").expand(n_images, -1)
     else:
-        drawn = [
-            torch.randperm(n_positions, generator=generator, device="cpu")[:positions]
-            for _ in range(n_images)
-        ]
-        chosen = torch.stack(drawn) if drawn else torch.empty(0, positions, dtype=torch.long, device="cpu")
-    rows = torch.arange(n_images, device="cpu")[:, None].expand_as(chosen)
-    where = (rows.to(a.device), chosen.to(a.device))
-    return Pairs._owning(a[where].flatten(0, 1), c[where].flatten(0, 1), rows.flatten(), None)
+        chosen = torch.empty(n_images, positions, dtype=torch.long, device="cpu")
+        for row in chosen:
+            row[:] = torch.randperm(n_positions, generator=generator, device="cpu")[:positions]
+    images = torch.arange(n_images, device="cpu")[:, None].expand_as(chosen)
+    where = (images.to(a.device), chosen.to(a.device))
+    return Pairs(a[where].flatten(0, 1), c[where].flatten(0, 1), images.flatten())
 
 
 def normalise(vectors: ArrayLike) -> Tensor:
@@ -303,3 +217,196 @@ def balanced(a: Tensor, c: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
     lengths = a_double.norm(dim=1, keepdim=True) * c_double.norm(dim=1, keepdim=True)
     factor = torch.where(lengths > 0, torch.where(lengths > 0, lengths, 1) ** (-exponent / 2), 0)
     return (a_double * factor).to(a.dtype), (c_double * factor).to(c.dtype)
+
+
+# Pairs that are spread over ranks, or larger than memory ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldChunk:
+    """Rows in memory, shapes (n, D)."""
+
+    a: Tensor
+    c: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """How many."""
+        return len(self.a)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The rows, not copied."""
+        return self.a, self.c
+
+    def without_contexts(self) -> HeldChunk:
+        """The same with c = a."""
+        return HeldChunk(self.a, self.a)
+
+
+@dataclass(frozen=True)
+class FileChunk:
+    """Rows of files, in order, read when they are asked for.
+
+    Attributes
+    ----------
+    parts : tuple of (Path, int, int)
+        Files, the first row of each, and the row behind the last.
+    names : pair of str
+        The tensors that are read: "a" and "c", or "a" twice for methods that are blind to the model.
+    """
+
+    parts: tuple[tuple[Path, int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+    names: tuple[str, str] = ("a", "c")
+
+    @property
+    def n_rows(self) -> int:
+        """How many."""
+        return sum(end - begin for _, begin, end in self.parts)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The rows, copied out of the files."""
+        rows = (read_rows(path, self.names, begin, end) for path, begin, end in self.parts)
+        read = [check_pairs(a, c) for a, c in rows]
+        a, c = (torch.cat(rows).to(self.device, self.dtype) for rows in zip(*read, strict=True))
+        return a, c
+
+    def without_contexts(self) -> FileChunk:
+        """The same with c = a."""
+        return FileChunk(self.parts, self.dtype, self.device, ("a", "a"))
+
+
+Chunk = HeldChunk | FileChunk
+
+
+class PairShards:
+    """The pairs of all ranks, of which this rank holds or reads its own; solvers take them like `Pairs`.
+
+    `PRCA(…).fit(shards)` and `DRSA(…).fit(shards)` give on every rank what one process gives that has all
+    pairs in memory, up to rounding. Pairs do not move between ranks: sums over them do.
+
+    Parameters
+    ----------
+    pairs : Pairs
+        Those of this rank. The order of all is rank after rank.
+    ranks : Ranks
+        From `joined_ranks`. All ranks must make the same calls.
+    """
+
+    def __init__(self, pairs: Pairs, ranks: Ranks = ALONE) -> None:
+        held = HeldChunk(pairs.a, pairs.c)
+        self._set([held], pairs.a.shape[1], pairs.a.dtype, ranks, pairs.provenance, MEMORY)
+
+    @classmethod
+    def from_files(
+        cls,
+        files: Sequence[PathLike],
+        ranks: Ranks = ALONE,
+        *,
+        shared: bool = True,
+        memory: int = MEMORY,
+        device: torch.device | str = "cpu",
+    ) -> PairShards:
+        """Pairs that stay in the files that `Pairs.save` wrote, and are read chunk by chunk.
+
+        Parameters
+        ----------
+        files : sequence of path
+            In order, of one collection as in `Pairs.concatenate`. Their checksums are not compared: see
+            `PairStore.damaged`.
+        ranks : Ranks
+        shared : bool
+            Whether all ranks see the same files, which are then split evenly between them; else each rank
+            names its own.
+        memory : int
+            Bytes that the samples in work may take at a time. What the solvers hold beside them does not
+            depend on the number of pairs.
+        device : device
+            Where chunks are moved to.
+        """
+        memory = as_int(memory, "memory", 1)
+        described = [read_header(file, _KIND, _FORMAT_VERSION) for file in files]
+        shapes = [found["a"] for found, _ in described]
+        widths = {shape[1] for _, shape in shapes}
+        if len(widths) != 1:
+            raise ValueError(f"all files must have the same number of features, got {sorted(widths)}")
+        provenance = common_provenance(
+            [Provenance.from_dict(h["provenance"]) if h["provenance"] else None for _, h in described]
+        )
+        n_features, n_rows = widths.pop(), [shape[0] for _, shape in shapes]
+        dtype = torch.float64 if any(dtype == torch.float64 for dtype, _ in shapes) else torch.float32
+        mine = ranks.share(sum(n_rows)) if shared else range(sum(n_rows))
+        # A chunk has at least 256 rows, so that products are large enough to be fast.
+        size = max(256, memory // (COPIES * n_features * dtype.itemsize))
+        chunks = []
+        for begin in range(mine.start, mine.stop, size):
+            parts = tuple(_rows_of_files(files, n_rows, begin, min(begin + size, mine.stop)))
+            chunks.append(FileChunk(parts, dtype, torch.device(device)))
+        shards = cls.__new__(cls)
+        shards._set(chunks, n_features, dtype, ranks, provenance, memory)
+        return shards
+
+    def _set(
+        self,
+        chunks: Sequence[Chunk],
+        n_features: int,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        provenance: Provenance | None,
+        memory: int,
+    ) -> None:
+        self.chunks, self.n_features, self.dtype, self.ranks = tuple(chunks), n_features, dtype, ranks
+        self.provenance, self.memory = provenance, memory
+        widths = set(ranks.all_gather(n_features))
+        if len(widths) > 1:
+            raise ValueError(f"all ranks must have the same number of features, got {sorted(widths)}")
+
+    def __repr__(self) -> str:
+        return (
+            f"PairShards({len(self)} pairs of {self.n_features} features, {self.n_own} of them here, in "
+            f"{len(self.chunks)} chunks, rank {self.ranks.rank} of {self.ranks.size})"
+        )
+
+    def __len__(self) -> int:
+        """Number of pairs of all ranks."""
+        return sum(self.counts)
+
+    @property
+    def n_own(self) -> int:
+        """Number of pairs of this rank."""
+        return sum(chunk.n_rows for chunk in self.chunks)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of pairs of each rank."""
+        return self.ranks.all_gather(self.n_own)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether this rank holds its pairs."""
+        return all(isinstance(chunk, HeldChunk) for chunk in self.chunks)
+
+    def without_contexts(self) -> PairShards:
+        """The same activations, with c = a, for methods that are blind to the model."""
+        blind = copy(self)
+        blind.chunks = tuple(chunk.without_contexts() for chunk in self.chunks)
+        return blind
+
+    def gathered(self) -> Pairs:
+        """All pairs on every rank: for collections that are smaller than what the solvers send anyway."""
+        empty = torch.empty(0, self.n_features, dtype=self.dtype)
+        read = [chunk.read() for chunk in self.chunks] or [(empty, empty)]
+        a, c = (torch.cat(rows) for rows in zip(*read, strict=True))
+        return Pairs(self.ranks.rows(a), self.ranks.rows(c), provenance=self.provenance)
+
+
+def _rows_of_files(
+    files: Sequence[PathLike], n_rows: Sequence[int], begin: int, end: int
+) -> Iterator[tuple[Path, int, int]]:
+    """Where the rows `begin` … `end` − 1, counted over all files, lie in each of them."""
+    first = 0
+    for file, n in zip(files, n_rows, strict=True):
+        if max(begin, first) < min(end, first + n):
+            yield Path(file), max(begin, first) - first, min(end, first + n) - first
+        first += n

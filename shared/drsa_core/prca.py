@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .checks import ArrayLike, Seed, as_int, as_seed, check_matrix, check_nonzero, check_pairs
 from .distributed import ALONE, Ranks
-from .pair_shards import PairShards
-from .pairs import Pairs, common_provenance
-from .provenance import Provenance
+from .pairs import Pairs, PairShards
+from .provenance import Provenance, common_provenance
 from .subspaces import RESIDUAL, Subspaces
 
 Activations: TypeAlias = "ArrayLike | Pairs | PairShards"

@@ -25,9 +25,8 @@ from .checks import (
     full_precision,
     own_copy,
 )
-from .fingerprint import model_fingerprint
 from .layer import check_fits, find_layer
-from .provenance import Provenance, check_provenance
+from .provenance import Provenance, check_provenance, model_fingerprint
 from .subspaces import Subspaces
 
 __all__ = ["ConceptRelevance", "ProjectedModel", "RefinedModel", "excess_relevance", "mean_relevance"]

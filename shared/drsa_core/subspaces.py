@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from os import PathLike
 from typing import Any
 
-import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
@@ -25,10 +23,9 @@ from .checks import (
     own_copy,
 )
 from .provenance import Provenance
-from .storage import read_shapes, read_tensors, write_tensors
+from .storage import PathLike, read_header, read_tensors, write_tensors
 
-_KIND = "subspaces"
-_FORMAT_VERSION = 2
+_KIND, _FORMAT_VERSION = "subspaces", 3
 
 RESIDUAL = "residual"
 
@@ -52,8 +49,9 @@ class Subspaces:
 
     Notes
     -----
-    A `Subspaces` is a value: it holds copies of what it is given, nothing can be assigned, and methods return
-    new ones. Treat its tensors as read-only.
+    A `Subspaces` is a value: it copies what it is given, nothing can be assigned, and methods return new
+    ones. Treat its tensors as read-only. `len(s)` is K; `s[0]`, `s["S1"]` and `s[1:]` are `Subspaces`, as
+    are the blocks that iteration gives.
     """
 
     def __init__(
@@ -66,17 +64,10 @@ class Subspaces:
     ) -> None:
         self._basis = own_copy(as_float_tensor(basis, "basis"))
         self._dims = tuple(as_int(d, "every entry of dims", 1) for d in dims)
-        if self.basis.ndim != 2:
-            raise ValueError(f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}")
-        if not self.dims or sum(self.dims) != self.basis.shape[1]:
+        if self.basis.ndim != 2 or not self.dims or sum(self.dims) != self.basis.shape[1]:
             raise ValueError(
-                f"dims must add up to the {self.basis.shape[1]} columns of basis, got dims {self.dims} "
-                f"with sum {sum(self.dims)}"
-            )
-        if sum(self.dims) > self.n_features:
-            raise ValueError(
-                f"basis has {sum(self.dims)} columns in a space of {self.n_features} dimensions; "
-                "they cannot be linearly independent"
+                f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}; dims must add up to "
+                f"its columns, got dims {self.dims} with sum {sum(self.dims)}"
             )
         check_finite(self.basis, "basis")
         self._dual: Tensor | None = None
@@ -86,21 +77,21 @@ class Subspaces:
                 raise ValueError(
                     f"dual must have basis' shape {tuple(self.basis.shape)}, got {tuple(self._dual.shape)}"
                 )
-            check_finite(self._dual, "dual")
-        self._names = _check_names(names, len(self.dims))
-        self._metadata = _json_copy(metadata or {})
+        self._names = tuple(f"S{k + 1}" for k in range(len(self.dims))) if names is None else tuple(names)
+        # A single string is a sequence too, of its letters.
+        are_texts = not isinstance(names, str) and all(isinstance(name, str) for name in self._names)
+        if not are_texts or not len(set(self._names)) == len(self._names) == len(self.dims):
+            raise ValueError(f"names must be {len(self.dims)} different strings, got {names!r}")
+        self._metadata: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
 
         # Rounding of an orthonormal matrix grows like sqrt(D)·eps; real mistakes are orders above this. The
         # eps is that of float32 for all: a basis learned in float32 may be used in float64.
         tolerance = 100 * torch.finfo(torch.float32).eps * self.n_features**0.5
         error = self.orthogonality_error
         if not error <= tolerance:  # also NaN, from products that leave the range of the dtype
-            what = "dualᵀ basis" if self.dual is not None else "basisᵀ basis"
-            hint = (
-                "dual must be a dual basis, e.g. torch.linalg.pinv(basis).T"
-                if self.dual is not None
-                else "orthonormalise it (e.g. torch.linalg.qr), or pass dual= for non-orthogonal concepts"
-            )
+            what, hint = "basisᵀ basis", "orthonormalise it (torch.linalg.qr), or pass dual="
+            if dual is not None:
+                what, hint = "dualᵀ basis", "dual must be a dual basis, e.g. torch.linalg.pinv(basis).T"
             raise ValueError(
                 f"{what} must be the identity up to {tolerance:.1e}, but is off by {error:.1e}; {hint}"
             )
@@ -161,7 +152,11 @@ class Subspaces:
     @property
     def dual_blocks(self) -> tuple[Tensor, ...]:
         """The dual bases V_k, shapes (D, d_k); the same as `blocks` for orthonormal subspaces."""
-        return (self.basis if self.dual is None else self.dual).split(self.dims, dim=1)
+        return self._dual_basis.split(self.dims, dim=1)
+
+    @property
+    def _dual_basis(self) -> Tensor:
+        return self.basis if self.dual is None else self.dual
 
     @property
     def device(self) -> torch.device:
@@ -176,10 +171,18 @@ class Subspaces:
     @property
     def orthogonality_error(self) -> float:
         """max |VᵀU − I|, with V = U for orthonormal subspaces."""
-        dual = self.basis if self.dual is None else self.dual
         with full_precision():
-            gram = dual.T @ self.basis
+            gram = self._dual_basis.T @ self.basis
         return float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max())
+
+    def __len__(self) -> int:
+        return len(self.dims)
+
+    def __getitem__(self, block: int | str | slice) -> Subspaces:
+        return self.select(range(len(self))[block] if isinstance(block, slice) else [block])
+
+    def __iter__(self) -> Iterator[Subspaces]:
+        return (self.select([k]) for k in range(len(self)))
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{name}: {d}" for name, d in zip(self.names, self.dims, strict=True))
@@ -208,8 +211,7 @@ class Subspaces:
             raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
         self._check_features(a, dim)
         a, c = _widened(a).movedim(dim, -1), _widened(c).movedim(dim, -1)
-        dual = self.basis if self.dual is None else self.dual
-        products = (a @ self.basis.to(a)) * (c @ dual.to(c))
+        products = (a @ self.basis.to(a)) * (c @ self._dual_basis.to(c))
         per_block = torch.stack([block.sum(-1) for block in products.split(self.dims, dim=-1)], dim=-1)
         return per_block.movedim(-1, dim)
 
@@ -226,10 +228,7 @@ class Subspaces:
 
     @full_precision()
     def completed(self) -> Subspaces:
-        """Add the orthogonal complement as a last block named "residual", so that Σ_k is the identity.
-
-        Subspaces that are complete already are returned as they are.
-        """
+        """With the orthogonal complement as a last block named "residual", so that Σ_k is the identity."""
         if self.is_complete:
             return self
         complement = _complement(self.basis)
@@ -268,10 +267,8 @@ class Subspaces:
             All names in the order of the blocks, or new ones for some of the old.
         """
         if isinstance(names, Mapping):
-            unknown = [name for name in names if name not in self.names]
-            if unknown:
-                raise ValueError(f"no block is named {unknown[0]!r}; the names are {', '.join(self.names)}")
-            names = [names.get(name, name) for name in self.names]
+            changed = {self._index(name): new for name, new in names.items()}
+            names = [changed.get(k, name) for k, name in enumerate(self.names)]
         return Subspaces(self.basis, self.dims, names, self.dual, self._metadata)
 
     def with_metadata(self, **metadata: Any) -> Subspaces:
@@ -286,15 +283,9 @@ class Subspaces:
         return Subspaces(self.basis, self.dims, self.names, self.dual, metadata)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Subspaces:
-        """The same subspaces on another device, or in float32 or float64.
-
-        A model in half precision takes them as they are.
-        """
-        if dtype is not None and dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"subspaces are in float32 or float64, got dtype={dtype}: rounded to it, a basis would not "
-                "be orthonormal. A model in half precision takes them as they are"
-            )
+        """The same subspaces on another device, or in float32 or float64."""
+        if dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"subspaces are in float32 or float64, also for half precision, got {dtype}")
         dual = None if self.dual is None else self.dual.to(device=device, dtype=dtype)
         basis = self.basis.to(device=device, dtype=dtype)
         return Subspaces(basis, self.dims, self.names, dual, self._metadata)
@@ -321,7 +312,7 @@ class Subspaces:
 
     # ------------------------------------------------------------------ on disk
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: PathLike) -> None:
         """Write a safetensors file with the metadata as JSON in its header."""
         tensors = {"basis": self.basis}
         if self.dual is not None:
@@ -330,32 +321,22 @@ class Subspaces:
         write_tensors(path, tensors, _KIND, _FORMAT_VERSION, header)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], device: torch.device | str = "cpu") -> Subspaces:
+    def load(cls, path: PathLike, device: torch.device | str = "cpu") -> Subspaces:
         """Read what `save` wrote; ValueError with the path if the file is damaged. Nothing is unpickled."""
         tensors, header = read_tensors(path, _KIND, _FORMAT_VERSION, device)
-        try:
-            return cls(
-                tensors["basis"], header["dims"], header["names"], tensors.get("dual"), header["metadata"]
-            )
-        except KeyError as error:
-            raise ValueError(f"{path} lacks the entry {error}; save the subspaces again") from error
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} does not hold valid subspaces: {error}") from error
+        return cls(tensors["basis"], header["dims"], header["names"], tensors.get("dual"), header["metadata"])
 
     # ------------------------------------------------------------------ helpers
 
     def _index(self, block: int | str) -> int:
-        if isinstance(block, str):
-            if block not in self.names:
-                raise ValueError(f"no block is named {block!r}; the names are {', '.join(self.names)}")
-            return self.names.index(block)
-        number = block.item() if isinstance(block, Tensor) and block.ndim == 0 else block
-        # True and 0.9 would count as numbers in comparisons, and choose a block that nobody asked for.
-        if isinstance(number, bool) or not isinstance(number, int | np.integer):
-            raise TypeError(f"a block is a number counted from 0 (an int) or a name (a str), got {block!r}")
-        if not -self.n_subspaces <= number < self.n_subspaces:
-            raise ValueError(f"block {number} does not exist; there are {self.n_subspaces}, counted from 0")
-        return int(number) % self.n_subspaces
+        if not isinstance(block, str):
+            k = as_int(block, "a block, if not a name,")
+            if not -len(self) <= k < len(self):
+                raise IndexError(f"block {k} does not exist; there are {len(self)}, counted from 0")
+            return k % len(self)
+        if block not in self.names:
+            raise ValueError(f"no block is named {block!r}; the names are {', '.join(self.names)}")
+        return self.names.index(block)
 
     def _check_features(self, t: Tensor, dim: int) -> None:
         if not -t.ndim <= dim < t.ndim or t.shape[dim] != self.n_features:
@@ -387,24 +368,9 @@ def _widened(t: Tensor) -> Tensor:
     return t.float() if t.dtype in HALF else t
 
 
-def subspaces_header(path: str | PathLike[str]) -> dict[str, Any]:
+def subspaces_header(path: PathLike) -> dict[str, Any]:
     """`dims`, `names` and `metadata` of a file of subspaces; the basis is not read."""
-    _, header = read_shapes(path, _KIND, _FORMAT_VERSION)
-    if not {"dims", "names", "metadata"} <= set(header):
-        raise ValueError(f"{path} does not hold valid subspaces; save them again")
-    return header
-
-
-def _check_names(names: Sequence[str] | None, n_subspaces: int) -> tuple[str, ...]:
-    if names is None:
-        return tuple(f"S{k + 1}" for k in range(n_subspaces))
-    found = tuple(names)
-    # A single string is a sequence too, of its letters.
-    if isinstance(names, str) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"names must be {n_subspaces} different strings, got {names!r}")
-    if len(found) != n_subspaces or len(set(found)) != n_subspaces:
-        raise ValueError(f"names must be {n_subspaces} different strings, got {found}")
-    return found
+    return read_header(path, _KIND, _FORMAT_VERSION)[1]
 
 
 def _complement(basis: Tensor) -> Tensor:
@@ -422,13 +388,3 @@ def _metadata_of_blocks(metadata: Mapping[str, Any], indices: Sequence[int]) -> 
     # A residual that was added later has none.
     of_blocks = [index[i] if i < len(index) else None for i in indices]
     return {**metadata, "stability": {**noted, "index": of_blocks}}
-
-
-def _json_copy(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(metadata)))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"metadata must be JSON-serialisable (str, numbers, lists, dicts): {error}"
-        ) from error
-    return copy

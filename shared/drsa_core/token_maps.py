@@ -60,7 +60,7 @@ class TokenMaps:
         return float(dropped / total) if total > 0 else 0.0
 
     def over(self, size: tuple[int, int]) -> Tensor:
-        """The maps over images of `size` (H, W), shape (N, K, H, W); see `spread`."""
+        """The maps over images of `size` (H, W), shape (N, K, H, W): values are shared out among pixels."""
         return spread(self.maps, size)
 
     def __str__(self) -> str:
@@ -74,16 +74,8 @@ class TokenMaps:
 def find_layout(model: nn.Module | None, inputs: Any, n_positions: int) -> TokenLayout | None:
     """Where `n_positions` tokens lie in the input images; None if that cannot be known.
 
-    A timm or open_clip model says it (`num_prefix_tokens`, `patch_embed.grid_size`, `grid_size`). Otherwise
-    it is the largest grid of the image's shape (a square for a square image), the rest being the prefix. That
-    takes images (N, C, H, W): tokens of a sentence form no picture.
-
-    Parameters
-    ----------
-    model : module or None
-        The model, or the part of it that is known.
-    inputs : tensor, or tuple of tensors
-        What the model was given.
+    A timm or open_clip model says it. Otherwise it is the largest grid of the shape of the images (N, C, H,
+    W), the rest being the prefix.
     """
     is_image = isinstance(inputs, Tensor) and inputs.ndim == 4
     size = (int(inputs.shape[2]), int(inputs.shape[3])) if is_image else None
@@ -91,16 +83,14 @@ def find_layout(model: nn.Module | None, inputs: Any, n_positions: int) -> Token
         for known in _known_layouts(module, size):
             if known.n_prefix + math.prod(known.grid) == n_positions:
                 return known
-    if size is None or n_positions < 1:
+    if size is None:
         return None
-    height, width = size
-    common = math.gcd(height, width)
-    rows, columns = height // common, width // common
+    rows, columns = (side // math.gcd(*size) for side in size)
     times = math.isqrt(n_positions // (rows * columns))
     n_prefix = n_positions - rows * columns * times**2
-    if not times or n_prefix > _MAX_PREFIX:
-        return None
-    return TokenLayout(n_prefix, (rows * times, columns * times))
+    return (
+        TokenLayout(n_prefix, (rows * times, columns * times)) if times and n_prefix <= _MAX_PREFIX else None
+    )
 
 
 def _known_layouts(module: nn.Module, size: tuple[int, int] | None) -> Iterator[TokenLayout]:
@@ -124,19 +114,11 @@ def arrange(
     n_prefix: int | None = None,
     grid: tuple[int, int] | None = None,
 ) -> TokenMaps:
-    """Relevance of positions as pictures.
+    """Relevance (N, K, T) or (N, K, h, w) of positions as pictures.
 
-    Parameters
-    ----------
-    relevance : tensor, shape (N, K, T) or (N, K, h, w)
-        R_k at each position. That of a convolution is a picture already.
-    layout : TokenLayout, optional
-        What is known about the model.
-    n_prefix, grid : int, pair of int, optional
-        To override it: tokens before those of the image, and rows and columns of the rest. One of them is
-        enough if the rest is a square.
+    `n_prefix` and `grid` override the layout; one of them is enough if the rest is a square.
     """
-    if relevance.ndim == 4 and n_prefix is None and grid is None:
+    if relevance.ndim == 4 and n_prefix is None and grid is None:  # of a convolution
         return TokenMaps(relevance, relevance.new_zeros(*relevance.shape[:2], 0))
     if relevance.ndim != 3:
         raise ValueError(
@@ -144,20 +126,20 @@ def arrange(
             f"got {tuple(relevance.shape)}; a layer of vectors (N, D) has no positions"
         )
     n_tokens = int(relevance.shape[2])
-    if n_prefix is None and grid is None:
-        if layout is None:
-            raise ValueError(
-                f"the {n_tokens} positions of the layer form no picture that is known: neither does the "
-                "model say so (num_prefix_tokens, patch_embed.grid_size), nor do they cover an input image. "
-                "Give n_prefix and grid=(h, w), or use position_relevance as it is, e.g. for text"
-            )
-        n_prefix, (rows, columns) = layout.n_prefix, layout.grid
-    elif grid is None:
-        n_prefix = as_int(n_prefix, "n_prefix", 0)
-        rows = columns = math.isqrt(max(n_tokens - n_prefix, 0))
-    else:
+    if grid is not None:
         rows, columns = (as_int(side, "grid", 1) for side in grid)
         n_prefix = n_tokens - rows * columns if n_prefix is None else as_int(n_prefix, "n_prefix", 0)
+    elif n_prefix is not None:
+        n_prefix = as_int(n_prefix, "n_prefix", 0)
+        rows = columns = math.isqrt(max(n_tokens - n_prefix, 0))
+    elif layout is not None:
+        n_prefix, (rows, columns) = layout.n_prefix, layout.grid
+    else:
+        raise ValueError(
+            f"the {n_tokens} positions of the layer form no picture that is known: neither does the model "
+            "say so (num_prefix_tokens, patch_embed.grid_size), nor do they cover an input image. Give "
+            "n_prefix and grid=(h, w), or use position_relevance as it is, e.g. for text"
+        )
     if n_prefix < 0 or rows < 1 or n_prefix + rows * columns != n_tokens:
         raise ValueError(
             f"{n_prefix} tokens and a grid of {rows} × {columns} are not the {n_tokens} positions of the "
@@ -178,15 +160,12 @@ def spread(maps: Tensor, size: tuple[int, int]) -> Tensor:
     So that totals stay what they are. A pixel belongs to the position that its centre lies in. In float32 for
     half precision: a share of 1e-5 / 256 is zero in float16.
     """
-    maps = maps.float() if maps.dtype in HALF else maps
-    result = maps
+    result = maps.float() if maps.dtype in HALF else maps
     for axis, length in ((-2, int(size[0])), (-1, int(size[1]))):
         n_cells = int(maps.shape[axis])
         if not 1 <= n_cells <= length:
             raise ValueError(f"maps of {tuple(maps.shape[-2:])} positions cannot cover {tuple(size)} pixels")
         cells = ((torch.arange(length) + 0.5) * n_cells / length).long().to(maps.device)
-        pixels = torch.bincount(cells, minlength=n_cells).to(maps)
-        shape = [1] * maps.ndim
-        shape[axis] = length
-        result = result.index_select(axis, cells) / pixels[cells].reshape(shape)
+        n_pixels = torch.bincount(cells, minlength=n_cells)[cells].to(result)
+        result = result.index_select(axis, cells) / (n_pixels[:, None] if axis == -2 else n_pixels)
     return result

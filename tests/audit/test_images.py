@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import struct
 import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ pytest.importorskip("zennit")
 from drsa_audit import class_folders, find_classes, load_images, photo_files
 from drsa_audit.images import to_pixels
 from drsa_audit.package_photos import find_photo, package_photos, random_crops
-from drsa_audit.results import Series, on_common_images
 
 from .photos import random_photos
 
@@ -148,21 +146,3 @@ def test_photographs_of_one_name_are_told_apart(tmp_path) -> None:
     assert load_images(files[1:], 8)[1] == ["1.png", "2.png"]
     _, names, _ = load_images(files, 8)
     assert names == ["a/1.png", "b/1.png", "b/2.png"]
-    # By name, one of two equal ones would stand for both.
-    images = tuple(("1_x", name) for name in names)
-    series = [
-        Series("main", "layer", method, 2, None, images, {"aupc": torch.tensor(values)}, [], 1)
-        for method, values in (("drsa", [1.0, 2.0, 3.0]), ("dsa", [1.0, 5.0, 3.0]))
-    ]
-    assert [s.values["aupc"].tolist() for s in on_common_images(*series)] == [[1, 2, 3], [1, 5, 3]]
-
-
-def test_numbers_of_classes_are_of_the_classes_of_the_images() -> None:
-    """Means of a table that is about common images were those of all classes for ablation and stability."""
-    images = (("1_x", "a"), ("2_y", "b"))
-    stability = {"stability": {"1_x": 0.9, "2_y": 0.1}}
-    both = Series("main", "1", "drsa", 2, None, images, {"aupc": torch.tensor([1.0, 5.0])}, [], 1, stability)
-    alone = replace(both, method="nmf", images=images[:1], values={"aupc": torch.tensor([2.0])})
-    found, _ = on_common_images(both, alone)
-    assert (found.summary("aupc").mean, found.summary("stability").mean) == (1.0, 0.9)
-    assert both.summary("stability").mean == 0.5

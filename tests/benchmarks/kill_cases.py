@@ -16,16 +16,16 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
 
 from drsa_audit import audit_steps, find_classes, fitting  # noqa: E402
-from drsa_audit.jobs import learned_job, single_job  # noqa: E402
 from drsa_audit.work import Work  # noqa: E402
 from drsa_core import DRSA, Pairs, PairStore, Subspaces, fit_many, joined_ranks  # noqa: E402
-from drsa_core.collect import collect_pairs  # noqa: E402
+from drsa_core.collection import collect_pairs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from study.jobs import learned_job, single_job  # noqa: E402
 
-from tests.audit.test_experiment import CountingBackend, Model, experiment_on  # noqa: E402
 from tests.command.running import succeeded  # noqa: E402
 from tests.command.tiny import INPUT, MODEL, pictures  # noqa: E402
 from tests.ranks.work import GradientTimesInput, photographs  # noqa: E402
+from tests.study.test_experiment import CountingBackend, Model, experiment_on  # noqa: E402
 
 IMAGES, BATCH, CLASSES = 120, 3, 5
 

@@ -14,7 +14,7 @@ import torch
 from drsa_audit import audit_steps, concepts
 from drsa_audit.work import files_digest, subspaces_digest
 from drsa_core import Subspaces
-from drsa_core.file_locks import locked
+from drsa_core.storage import locked
 
 from .running import refused, succeeded
 from .tiny import INPUT, MODEL, pictures
@@ -161,8 +161,7 @@ def test_a_second_job_in_the_same_work_folder_is_refused_in_one_line(folders, tm
     (pairs,) = [folder for folder in work.glob("pairs-*") if folder.is_dir()]
     for file in [*work.glob("learned-*"), *pairs.glob("*.safetensors")]:
         file.unlink()
-    (lock,) = [file for file in pairs.iterdir() if "lock" in file.name]
-    with locked(pairs, lock.name):
+    with locked(pairs):
         assert "another writer" in refused(*words, tmp_path / "b.safetensors")
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from drsa_core import Pairs, concept_vectors, netdissect_subspaces, plot
-from drsa_core.collect import labels_of
 from drsa_core.evaluation import (
     bootstrap_interval,
     class_means,
@@ -83,8 +82,8 @@ def test_strings_and_booleans_are_classes() -> None:
 @pytest.mark.parametrize(
     ("classes", "error", "message"),
     [
-        (torch.tensor([[4, 4], [4, 7]]), ValueError, r"classes must have shape \(N,\), got \(2, 2\)"),
-        (torch.tensor(4), ValueError, r"classes must have shape \(N,\), got \(\)"),
+        (torch.tensor([[4, 4], [4, 7]]), ValueError, r"one label for each instance, got \[4, 4\] at index 0"),
+        (torch.tensor(4), ValueError, r"classes must have shape \(N,\), got 4"),
         (
             torch.tensor([4.0, math.nan, 4.0, 7.0]),
             ValueError,
@@ -92,7 +91,6 @@ def test_strings_and_booleans_are_classes() -> None:
         ),
         ([4, 4, float("nan"), 7], ValueError, "got nan at index 2"),
         ([[4], [4], [4], [7]], ValueError, r"one label for each instance, got \[4\] at index 0"),
-        ([torch.tensor([4]), *CLASSES[1:]], ValueError, "got tensor.* at index 0"),
         (MASKED, TypeError, "classes must not be a masked array"),
         ([4, 4], ValueError, "one number for each of the 2 instances"),
         ([], ValueError, "one number for each of the 0 instances"),
@@ -237,7 +235,6 @@ def test_refused(name: str) -> None:
         lambda: match_concepts(torch.rand(4, 2), MASKED),
         lambda: train_last_layer(torch.rand(4, 2), MASKED, 2),
         lambda: poison(torch.rand(4, 1, 1, 1), MASKED, [torch.neg], 0.5, 0),
-        lambda: Pairs(torch.rand(4, 2), torch.rand(4, 2), MASKED),
         lambda: patch_flipping(
             lambda x: x.flatten(1), torch.rand(4, 1, 4, 4), torch.rand(4, 1, 4, 4), MASKED, (0.0, 1.0)
         ),
@@ -276,8 +273,6 @@ def test_a_tally_from_a_spreadsheet_is_read_as_utf_8(tmp_path) -> None:
 def test_labels_that_are_no_numbers(labels: Any) -> None:
     with pytest.raises(TypeError, match="labels must be 2 integers, one for each row of relevance"):
         match_concepts(torch.rand(2, 2), labels)
-    with pytest.raises(TypeError, match="needs labels that are numbers of outputs, one for each image"):
-        labels_of((torch.rand(2, 3), labels))
 
 
 @pytest.mark.parametrize("weight_decay", [math.nan, -1.0, math.inf, True])

@@ -112,9 +112,7 @@ def test_half_precision_is_summed_in_float32(pairs: Pairs) -> None:
     assert torch.equal(found, subspaces.relevance(a.float(), c.float()))
     assert torch.equal(subspaces.project(a, 0), subspaces.project(a.float(), 0).bfloat16())
     for dtype in (torch.float16, torch.bfloat16):
-        with pytest.raises(
-            ValueError, match=r"float32 or float64, got dtype=torch\.b?float16.*takes them as"
-        ):
+        with pytest.raises(ValueError, match=r"float32 or float64.*got torch\.b?float16"):
             subspaces.to(dtype=dtype)
     assert subspaces.to(dtype=torch.float64).dtype == torch.float64
 

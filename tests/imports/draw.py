@@ -1,8 +1,7 @@
 """Draws packages, their modules and the imports between them as an SVG file.
 
 A box is a package or a folder in one, with its modules and lines of code; an arrow is what one box imports of
-another, as wide as there are such imports. Imports against the direction of the design, and names of modules
-that are used more than once, are red.
+another, as wide as there are such imports. Imports against the direction of the design are red.
 
     python -m tests.imports.draw --root . --out modules.svg
 """
@@ -136,7 +135,7 @@ def draw_arrow(source: Box, target: Box, n_imports: int, at: float) -> str:
     )
 
 
-def draw_box(box: Box, repeated: set[str]) -> str:
+def draw_box(box: Box) -> str:
     """A frame with the title and the modules, in columns."""
     lines = sum(module.lines for module in box.modules)
     parts = [
@@ -150,9 +149,8 @@ def draw_box(box: Box, repeated: set[str]) -> str:
         short = module.name.rpartition(".")[2]
         x = box.x + 8 + i // n_rows * COLUMN
         y = box.y + 34 + i % n_rows * LINE
-        colour = "#d00000" if short in repeated else "#222"
         parts.append(
-            f'<text x="{x:.0f}" y="{y:.0f}" class="m" fill="{colour}">{escape(short)} '
+            f'<text x="{x:.0f}" y="{y:.0f}" class="m" fill="#222">{escape(short)} '
             f'<tspan class="l">{module.lines}</tspan></text>'
         )
     return "".join(parts)
@@ -164,12 +162,10 @@ def draw(modules: Sequence[Module], title: str) -> str:
     by_name = {box.name: box for box in boxes}
     imports = count_imports(modules, boxes)
     library = [m for m in modules if m.package in LIBRARY]
-    names = Counter(m.name.rpartition(".")[2] for m in library if m.name not in by_name)
-    repeated = {name for name, n in names.items() if n > 1}
     width = max(box.x + box.width for box in boxes) + MARGIN
     height = max(box.y + box.height for box in boxes) + MARGIN + 100
     total = f"{title}: {len(library)} modules, {sum(m.lines for m in library)} lines in the library"
-    legend = "grey: lines of code · at arrows: number of imports · red: a name used twice, an import upwards"
+    legend = "grey: lines of code · at arrows: number of imports · red: an import upwards"
     arrows = []
     for source in boxes:
         # From left to right, so that curves of one box cross little.
@@ -189,7 +185,7 @@ def draw(modules: Sequence[Module], title: str) -> str:
             f'<text x="{MARGIN}" y="26" class="h">{escape(total)}</text>',
             f'<text x="{MARGIN}" y="{height - 14:.0f}" class="l">{escape(legend)}</text>',
             *arrows,  # behind the boxes, so that names can be read
-            *(draw_box(box, repeated) for box in boxes),
+            *(draw_box(box) for box in boxes),
             "</svg>\n",
         ]
     )

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from .draw import draw
 from .modules import LIBRARY, Module, read_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,43 +50,6 @@ def test_the_library_imports_neither_examples_nor_tests() -> None:
     assert not wrong
 
 
-def test_the_name_of_a_module_is_used_once() -> None:
-    # A package may hold a module of its own name (`doctor.doctor`); commands are named after what they run.
-    names = Counter(
-        parts[-1]
-        for package in LIBRARY
-        for module in MODULES[package]
-        if (parts := module.name.split("."))[-2:-1] != parts[-1:] and parts[-2:-1] != ["command"]
-    )
-    assert [name for name, count in names.items() if count > 1] == []
-
-
-def changes_of_the_search_path(tree: ast.AST) -> Iterator[ast.AST]:
-    """Where code writes to `sys.path`: methods that change it, assignments, pytest's `syspath_prepend`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "syspath_prepend":
-            yield node
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sys.path":
-            yield node
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        targets = [node.target] if isinstance(node, ast.AugAssign) else targets
-        yield from (t for t in targets if ast.unparse(t).startswith("sys.path"))
-
-
-def test_nothing_changes_the_search_path() -> None:
-    code = "import sys\nsys.path.insert(0, 'x')\nsys.path[:0] = ['x']\nsys.path += ['x']\nprint(sys.path)"
-    assert len(list(changes_of_the_search_path(ast.parse(code)))) == 3  # reading it is no change
-    folders = ("shared", "captum_drsa", "zennit_drsa", "examples", "tests", "docs")
-    wrong = [
-        f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', '?')}"
-        for folder in folders
-        for file in sorted((ROOT / folder).rglob("*.py"))
-        if file.parent.name != "benchmarks"  # scripts that are run by path, and import `tests`
-        for node in changes_of_the_search_path(ast.parse(file.read_text()))
-    ]
-    assert not wrong
-
-
 def test_imports_are_read_wherever_they_stand(tmp_path) -> None:
     package = tmp_path / "shared" / "drsa_core" / "layer"
     package.mkdir(parents=True)
@@ -110,20 +68,3 @@ def test_imports_are_read_wherever_they_stand(tmp_path) -> None:
         "drsa_core.layer": {"drsa_core.layer.cut", "drsa_core.pairs"},
         "drsa_core.layer.cut": {"typing", "captum_drsa.lrp", "zennit.core", "drsa_core.pairs"},
     }
-
-
-def test_the_drawing_shows_every_module_and_marks_imports_upwards(tmp_path) -> None:
-    for name, text in {
-        "shared/drsa_core/pairs.py": "import captum_drsa.lrp\n",
-        "captum_drsa/lrp.py": "from drsa_core.pairs import Pairs\n",
-        "captum_drsa/pairs.py": "",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    modules = read_modules(tmp_path)
-    drawn = ElementTree.fromstring(draw(modules, "small"))
-    svg = "{http://www.w3.org/2000/svg}"
-    texts = ["".join(node.itertext()) for node in drawn.iter(f"{svg}text")]
-    assert {"lrp 1", "pairs 0", "pairs 1", "drsa_core 1 lines", "captum_drsa 1 lines"} <= set(texts)
-    red = [node for node in drawn.iter(f"{svg}path") if "#d00000" in node.attrib.values()]
-    assert len(red) == 2  # line and tip of the one import upwards

@@ -15,7 +15,6 @@ from zennit.canonizers import SequentialMergeBatchNorm
 from zennit.composites import COMPOSITES, EpsilonGammaBox, MixedComposite, NameMapComposite
 from zennit.core import Composite, Hook
 from zennit.rules import Epsilon, Gamma
-from zennit.torchvision import ResNetCanonizer
 
 from tests.model_state import model_state
 from tests.timm_models.zoo import HIGH, LOW, MEAN, STD, nfnet
@@ -25,6 +24,7 @@ from zennit_drsa import (
     DisentangledAttributor,
     NFNetGamma,
     TimmCanonizer,
+    TorchvisionCanonizer,
     VGGGamma,
     doctor,
 )
@@ -123,7 +123,7 @@ def test_gamma_above_in_an_nfnet():
 def test_maps_are_those_of_zennits_rules(network, layer):
     """The same rules from Zennit: EpsilonGammaBox, and LRP-ε in the convolutions above the layer."""
     model = small_resnet() if network == "resnet18" else efficientnet()
-    canonizer = ResNetCanonizer() if network == "resnet18" else TimmCanonizer()
+    canonizer = TorchvisionCanonizer() if network == "resnet18" else TimmCanonizer()
     behind: tuple[str, ...]
     name, behind = "layer2", ("layer3", "layer4")
     if network != "resnet18":

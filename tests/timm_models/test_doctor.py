@@ -87,14 +87,14 @@ def test_vgg_passes():
         assert diagnosis.ok, str(diagnosis)
 
 
-def test_torchvision_resnet_needs_zennits_canonizer():
+def test_torchvision_resnet_needs_a_canonizer():
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
     resnet = torchvision.models.resnet18(num_classes=10).eval()
     plain = examine(resnet, EpsilonPlus())
     assert not plain.ok
     assert len(plain.unmerged_norms) == 20
-    assert "ResNetCanonizer" in str(plain.suggestion)
+    assert "TorchvisionCanonizer" in str(plain.suggestion)
     assert examine(resnet, EpsilonPlus(canonizers=[ResNetCanonizer()])).ok
 
 

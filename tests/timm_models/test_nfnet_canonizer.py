@@ -93,7 +93,7 @@ def test_the_model_comes_back_after_an_error_while_canonizing(error, monkeypatch
     def fail(net):
         raise error
 
-    monkeypatch.setattr("drsa_core.lrp.nfnet_canonizer.activations", fail)
+    monkeypatch.setattr("drsa_core.nfnet.activations", fail)
     with pytest.raises(error), NFNetGamma(LOW, HIGH).context(model):
         pass
     assert model_state(model) == before
@@ -143,8 +143,7 @@ def test_inputs_outside_of_the_bounds_are_warned_of():
         ({"gamma": "0.1"}, TypeError, "gamma must be a number, got str"),
         ({"threshold": -1.0}, ValueError, "threshold"),
         ({"low": HIGH, "high": LOW}, ValueError, "exchanged"),
-        ({"low": [0, 0, 0]}, TypeError, "low must be a tensor or a number, got list"),
-        ({"high": float("inf")}, ValueError, "high must be finite"),
+        ({"high": float("inf")}, ValueError, "low and high must be finite"),
         ({"bias": "none"}, ValueError, "bias must be 'neuron'"),
     ],
 )
@@ -156,7 +155,9 @@ def test_bad_parameters_are_named(kwargs, error, match):
 def test_bounds_of_another_shape_are_named_and_the_model_comes_back():
     model = nfnet("test_nfnet")
     before = model_state(model)
-    with pytest.raises(ValueError, match=r"low must be broadcastable to the input of shape \(1, 3, 32, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"low and high must be broadcastable to the input of shape \(1, 3, 32, 32\)"
+    ):
         explain(model, NFNetGamma(torch.full((1, 4, 1, 1), -9.0), 9.0), image(32))
     assert model_state(model) == before
 

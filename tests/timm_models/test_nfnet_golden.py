@@ -12,7 +12,7 @@ import pytest
 import torch
 from drsa_core import Subspaces, filter_relevance
 from drsa_core.lrp import DropSmall, ModuleEdits, passing, passing_forward
-from drsa_core.lrp.nfnet_canonizer import folded_weight, plain_forward
+from drsa_core.nfnet import folded_weight, plain_forward
 from torch import Tensor, nn
 
 from tests import golden

@@ -91,9 +91,9 @@ def test_lrp_0_is_gradient_times_input(name):
 
 
 def test_other_networks_are_named():
-    model = tv.resnet18()
+    model = tv.vgg11()
     assert not TorchvisionCanonizer.suits(model)
-    with pytest.raises(ValueError, match=r"ResNet that TorchvisionCanonizer knows.*zennit\.torchvision"):
+    with pytest.raises(ValueError, match=r"VGG that TorchvisionCanonizer knows.*VGGGamma"):
         TorchvisionCanonizer().apply(model)
 
 

@@ -11,7 +11,7 @@ from zennit.attribution import Gradient
 
 from tests.golden import load
 from zennit_drsa import DisentangledAttributor, VGGGamma, collect
-from zennit_drsa.composite_options import IMAGENET_MEAN, IMAGENET_STD
+from zennit_drsa.family_composites import IMAGENET_MEAN, IMAGENET_STD
 
 LAYER = "features.22"  # Conv4_3 after ReLU
 TOLERANCE = 1e-4  # of the array's maximum, in float32

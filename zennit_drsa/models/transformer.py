@@ -7,7 +7,7 @@ from importlib import import_module
 
 from torch import nn
 
-from ..canonizer import NetworkCanonizer
+from ..canonizers import NetworkCanonizer
 from .transformer_family import Edits, Family, canonize_surroundings
 from .transformer_parts import checked_reading
 

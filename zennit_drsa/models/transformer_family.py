@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from drsa_core.lrp import ModuleEdits, by_contribution, passing_forward
+from drsa_core.lrp import ModuleEdits, by_contribution, linear_norm, passing_forward
 from torch import Tensor, nn
 
-from ..canonizer import affine, kind
+from ..canonizers import affine, kind
 from ..kept import CanonicalPart
-from .transformer_parts import linear_norm
 
 
 class Edits:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from drsa_core.lrp import SMALLEST, at_least_single, by_contribution, passing
+from drsa_core.lrp import by_contribution, passing
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -175,46 +175,3 @@ class _HalfGradient(torch.autograd.Function):
 
 def _half(x: Tensor) -> Tensor:
     return _HalfGradient.apply(x)
-
-
-class _LinearNorm(torch.autograd.Function):
-    """`y` forwards; backwards, LRP-0 of y = scale ⊙ (x − mean(x)) + b with the scale held constant."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, is_centred: bool) -> Tensor:
-        d = at_least_single(y)
-        ctx.save_for_backward(x, (scale / d).masked_fill_(d.abs() <= SMALLEST, 0))
-        ctx.is_centred = is_centred
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
-        x, factor = ctx.saved_tensors
-        gradient = relevance[0] * factor
-        if ctx.is_centred:
-            gradient = gradient - gradient.mean(-1, keepdim=True)
-        return (x * gradient).to(x.dtype), None, None, None
-
-
-def linear_norm(norm: Any, is_centred: bool) -> Callable[[Tensor], Tensor]:
-    """A `forward` for layer norm, or RMS norm if not centred: linear, with its deviation held constant."""
-    original = norm.forward
-
-    def forward(x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            result: Tensor = original(x)
-            return result
-        value = x.detach()
-        wide = at_least_single(value)
-        eps = torch.finfo(value.dtype).eps if norm.eps is None else norm.eps
-        if is_centred:
-            variance = wide.var(-1, keepdim=True, unbiased=False)
-        else:
-            variance = wide.square().mean(-1, keepdim=True)
-        scale = (variance + eps).rsqrt()
-        if norm.weight is not None:
-            scale = scale * norm.weight.detach()
-        return _LinearNorm.apply(x, original(value).detach(), scale, is_centred)
-
-    return forward

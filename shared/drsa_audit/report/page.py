@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from drsa_core import Subspaces
-from drsa_core.atomic_files import write_atomically
+from drsa_core.storage import write_atomically
 from markupsafe import Markup, escape
 
 from ..audit_steps import Explained, load_explained
@@ -45,7 +45,7 @@ def write_report(folder: Path, out: Path) -> Path:
     record = AuditRecord.load(folder)
     explained = load_explained(folder / record.explained)
     subspaces = Subspaces.load(folder / record.subspaces)
-    write_atomically(out, [render(record, explained, subspaces).encode(errors="replace")])
+    write_atomically(out, render(record, explained, subspaces).encode(errors="replace"))
     return out
 
 

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
 from captum.attr import IntegratedGradients
-from drsa_audit import Evaluation, Experiment, Network, find_classes, make_backend, relevance_at
-from drsa_audit.checks import check_by_ablation
+from drsa_audit import Network, find_classes, make_backend, relevance_at
 from drsa_audit.concepts import take_out
-from drsa_audit.jobs import learned_job
 from drsa_core import Pairs, PairStore, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
+from study.checks import check_by_ablation
+from study.experiment import Evaluation, Experiment
+from study.jobs import learned_job
 from zennit.composites import EpsilonPlus
 
-from .photos import random_photos
+from tests.audit.photos import random_photos
 
 
 @pytest.fixture

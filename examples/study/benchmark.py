@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from drsa_audit.backends import SAMPLES, make_backend
+from drsa_audit.images import ClassImages, class_folders, find_classes
+from drsa_audit.networks import Network, load_network, with_gamma, with_upper_gamma
 from drsa_core import concept_vectors
 
-from .backends import SAMPLES, make_backend
 from .checks import check_by_ablation, check_stability, compare_gammas
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
-from .images import ClassImages, class_folders, find_classes
 from .jobs import LEARNED, LINES, SINGLE, Job, labelled_job, learned_job, of_concepts, random_job, single_job
-from .networks import Network, load_network, with_gamma, with_upper_gamma
 from .tables import write_tables
 
 STAGES = ("main", "layers", "subspaces", "dims", "attribution", "ablation", "stability")
@@ -43,7 +43,7 @@ class BenchmarkSettings:
 
     Examples
     --------
-    >>> from drsa_audit import BenchmarkSettings, run_benchmark
+    >>> from study.benchmark import BenchmarkSettings, run_benchmark
     >>> settings = BenchmarkSettings(data=Path("photographs"), out=Path("bench"))
     >>> settings.quick().train_images < settings.train_images  # for run_benchmark(settings.quick())
     True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,14 @@ pytest.importorskip("zennit")
 pytest.importorskip("timm")
 pytest.importorskip("cv2")
 pytest.importorskip("matplotlib")
-from drsa_audit import Evaluation, Experiment, Network, OutOfTime, draw_figures, find_classes, write_tables
-from drsa_audit.jobs import learned_job, random_job, single_job
+from drsa_audit import Network, find_classes
+from study.experiment import Evaluation, Experiment, OutOfTime
+from study.figures import draw_figures
+from study.jobs import learned_job, random_job, single_job
+from study.results import Series, on_common_images
+from study.tables import write_tables
 
-from .photos import random_photos
+from tests.audit.photos import random_photos
 
 
 class Model(nn.Module):
@@ -147,3 +152,23 @@ def test_maps_of_blocks_add_up_to_those_of_their_union(model) -> None:
                 union = backend.explain(x, 1, Subspaces(basis, [basis.shape[1]]))
                 torch.testing.assert_close(blocks[:, list(group)].sum(1), union[:, 0], atol=1e-6, rtol=0)
     assert [reading.dims for reading in job.readings] == [1, 3, 4]
+
+
+def test_numbers_of_classes_are_of_the_classes_of_the_images() -> None:
+    """Means of a table that is about common images were those of all classes for ablation and stability."""
+    images = (("1_x", "a"), ("2_y", "b"))
+    stability = {"stability": {"1_x": 0.9, "2_y": 0.1}}
+    both = Series("main", "1", "drsa", 2, None, images, {"aupc": torch.tensor([1.0, 5.0])}, [], 1, stability)
+    alone = replace(both, method="nmf", images=images[:1], values={"aupc": torch.tensor([2.0])})
+    found, _ = on_common_images(both, alone)
+    assert (found.summary("aupc").mean, found.summary("stability").mean) == (1.0, 0.9)
+    assert both.summary("stability").mean == 0.5
+
+
+def test_images_of_one_name_in_two_folders_stay_apart() -> None:
+    images = tuple(("1_x", name) for name in ("a/1.png", "b/1.png", "b/2.png"))
+    series = [
+        Series("main", "layer", method, 2, None, images, {"aupc": torch.tensor(values)}, [], 1)
+        for method, values in (("drsa", [1.0, 2.0, 3.0]), ("dsa", [1.0, 5.0, 3.0]))
+    ]
+    assert [s.values["aupc"].tolist() for s in on_common_images(*series)] == [[1, 2, 3], [1, 5, 3]]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from drsa_core.atomic_files import write_atomically
+from drsa_core.storage import write_atomically
 
 from .experiment import Record
 from .results import BEST_IS_LOW, CLASS_METRICS, Results
@@ -77,7 +77,7 @@ def write_tables(
         "tables.csv": sheet.getvalue(),
     }
     for name, content in files.items():
-        write_atomically(out / name, [content.encode()])
+        write_atomically(out / name, content.encode())
     return text
 
 

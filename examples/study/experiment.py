@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from drsa_audit.backends import Backend, make_backend
+from drsa_audit.images import ClassImages, load_images
+from drsa_audit.networks import Network
+from drsa_audit.opening import describe_preprocessing
+from drsa_audit.work import files_digest
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
-from drsa_core.atomic_files import remove_leftovers, write_atomically
 from drsa_core.evaluation import (
     Preprocessing,
     check_maps,
@@ -22,14 +26,10 @@ from drsa_core.evaluation import (
     separability,
     total_relevance,
 )
+from drsa_core.storage import remove_leftovers, write_atomically
 from torch import Tensor
 
-from .backends import Backend, make_backend
-from .images import ClassImages, load_images
 from .jobs import Job, Reading
-from .networks import Network
-from .opening import describe_preprocessing
-from .work import files_digest
 
 Record: TypeAlias = dict[str, Any]
 #: What tells the records of a folder apart.
@@ -377,4 +377,4 @@ def label(record: Record | Reading) -> str:
 def write_json(file: Path, content: Any) -> None:
     """Write atomically: an interrupted run leaves no half file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, [json.dumps(content, indent=1).encode()])
+    write_atomically(file, json.dumps(content, indent=1).encode())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from zennit.canonizers import Canonizer
 from zennit.layer import Sum
 
-from .canonical import ModuleEdits, passing, passing_forward, registered_copy
+from .lrp import ModuleEdits, passing, passing_forward, registered_copy
 
 FAMILIES = (
     "dm_nfnet_f*, nfnet_f*, nfnet_l0, eca_nfnet_l*, nf_resnet*, nf_seresnet*, nf_ecaresnet*, nf_regnet_b*, "
@@ -35,8 +35,8 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
     While the canonizer is applied, the backward pass of the model carries relevance: it is not its gradient.
     """
 
-    keeps_output = True  # see `zennit_drsa.composite.GuardedComposite.may_change_output`
-    carries_relevance = True  # see `zennit_drsa.canonizer.NetworkCanonizer`
+    keeps_output = True  # see `zennit_drsa.doctor.validate`
+    carries_relevance = True  # see `zennit_drsa.canonizers.NetworkCanonizer`
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,12 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
     def register(self, root_module: nn.Module) -> None:
         """Apply the changes; `remove` takes them back."""
         for net in find_nfnets(root_module):
-            _check_pooling(net)
+            pooling = net.head.global_pool.pool_type
+            if pooling not in ("avg", "fastavg", "fast", "max", "fastmax", ""):
+                raise ValueError(
+                    f"the NFNet pools by {pooling!r}, a sum without a rule; create it with global_pool='avg' "
+                    "or 'max'"
+                )
             inside = {part for _, gate in gates(net) for part in gate.modules()}
             for name, gate in gates(net):
                 if type(gate).__name__ not in KNOWN_GATES:
@@ -88,14 +93,14 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
 
     def remove(self) -> None:
         """Restore the model bit for bit."""
-        self._edits.undo()
+        self._edits.remove()
 
 
 KNOWN_GATES = ("SEModule", "EffectiveSEModule", "EcaModule", "CecaModule", "SqueezeExcite")
 """Attention layers of timm that multiply their input, per channel, by a function of it."""
 
 
-def find_nfnets(root_module: nn.Module) -> list[nn.Module]:
+def find_nfnets(root_module: nn.Module) -> list[Any]:
     """All `NormFreeNet`s in a model."""
     try:
         from timm.models.nfnet import NormFreeNet
@@ -125,88 +130,70 @@ def folded_weight(conv: Any) -> Tensor:
         ).reshape_as(weight)
 
 
-def activations(net: nn.Module) -> list[nn.Module]:
+def activations(net: Any) -> list[nn.Module]:
     """Activations on the way from input to logits (those inside of gates are not)."""
-    names = ("act1", "act2", "act2b", "act3")
-    found = [module for name, module in net.stem.named_children() if name.startswith("act")]  # type: ignore[union-attr]
+    found = [module for name, module in net.stem.named_children() if name.startswith("act")]
     for block in _blocks(net):
-        found += [act for name in names if (act := getattr(block, name)) is not None]
-    return [*found, net.final_act]  # type: ignore[list-item]
+        found += [block.act1, block.act2, block.act2b, block.act3]
+    return [act for act in (*found, net.final_act) if act is not None]
 
 
-def orphans(net: nn.Module) -> list[nn.Module]:
+def orphans(net: Any) -> list[nn.Module]:
     """Activations that do not follow a convolution (Note K, case 3) and attention layers (case 4)."""
     found = [gate for _, gate in gates(net)]
     for block in _blocks(net):
-        found.append(block.act1)  # type: ignore[arg-type]
-        if block.attn is not None:
-            found.append(block.act3)  # type: ignore[arg-type]
-    if not isinstance(net.final_conv, nn.Conv2d):
-        found.append(net.final_act)  # type: ignore[arg-type]
-    return found
-
-
-def _blocks(net: nn.Module) -> list[nn.Module]:
-    return [module for module in net.modules() if type(module).__name__ == "NormFreeBlock"]
+        found += [block.act1] if block.attn is None else [block.act1, block.act3]
+    return found if isinstance(net.final_conv, nn.Conv2d) else [*found, net.final_act]
 
 
 def gates(net: nn.Module) -> list[tuple[str, nn.Module]]:
     """Attention layers (Note K, case 4) with their names."""
-    names = ("attn", "attn_last")
     return [
         (f"{block_name}.{name}", gate)
         for block_name, block in net.named_modules()
         if type(block).__name__ == "NormFreeBlock"
-        for name in names
+        for name in ("attn", "attn_last")
         if (gate := getattr(block, name)) is not None
     ]
 
 
-def _check_pooling(net: nn.Module) -> None:
-    pool_type = net.head.global_pool.pool_type  # type: ignore[union-attr]
-    if pool_type not in ("avg", "fastavg", "fast", "max", "fastmax", ""):
-        raise ValueError(
-            f"the NFNet pools by {pool_type!r}, a sum without a rule; create it with "
-            "global_pool='avg' or 'max'"
-        )
+def _blocks(net: nn.Module) -> list[Any]:
+    return [module for module in net.modules() if type(module).__name__ == "NormFreeBlock"]
 
 
-def plain_forward(conv: nn.Module) -> Callable[[Tensor], Tensor]:
+def plain_forward(conv: Any) -> Callable[[Tensor], Tensor]:
     """Forward of a folded convolution. It looks its weight up at each call, as rules exchange parameters."""
     if not getattr(conv, "same_pad", False):
-        return lambda x: nn.Conv2d.forward(conv, x)  # type: ignore[arg-type]
+        return lambda x: nn.Conv2d.forward(conv, x)
     from timm.layers.padding import pad_same
 
-    return lambda x: nn.Conv2d.forward(
-        conv,  # type: ignore[arg-type]
-        pad_same(x, conv.kernel_size, conv.stride, conv.dilation),
-    )
+    return lambda x: nn.Conv2d.forward(conv, pad_same(x, conv.kernel_size, conv.stride, conv.dilation))
 
 
-def _block_forward(block: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Forward of a `NormFreeBlock`: its layers as they are, scalings passing relevance, its sum explicit."""
+def _block_forward(block: Any) -> Callable[[Tensor], Tensor]:
+    """Forward of a `NormFreeBlock` with scalings that pass relevance and an explicit sum."""
 
     def attention(gate: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-        return passing(gate(z), lambda a: block.attn_gain * a)  # type: ignore[operator]
+        return passing(gate(z), lambda a: block.attn_gain * a)
 
     def scale_residual(z: Tensor) -> Tensor:
-        z = block.drop_path(z)  # type: ignore[operator]
+        z = block.drop_path(z)
         if block.skipinit_gain is not None:
-            z = z * block.skipinit_gain  # type: ignore[operator]
-        return z * block.alpha  # type: ignore[operator]
+            z = z * block.skipinit_gain
+        return z * block.alpha
 
     def forward(x: Tensor) -> Tensor:
-        b: Any = block
-        a = passing(b.act1(x), lambda value: value * b.beta)
-        shortcut = x if b.downsample is None else b.downsample(a)
-        z = b.conv2(b.act2(b.conv1(a)))
-        if b.conv2b is not None:
-            z = b.conv2b(b.act2b(z))
-        if b.attn is not None:
-            z = attention(b.attn, z)
-        z = b.conv3(b.act3(z))
-        if b.attn_last is not None:
-            z = attention(b.attn_last, z)
-        return b.canonical_sum(torch.stack((passing(z, scale_residual), shortcut), dim=-1))
+        a = passing(block.act1(x), lambda value: value * block.beta)
+        shortcut = x if block.downsample is None else block.downsample(a)
+        z = block.conv2(block.act2(block.conv1(a)))
+        if block.conv2b is not None:
+            z = block.conv2b(block.act2b(z))
+        if block.attn is not None:
+            z = attention(block.attn, z)
+        z = block.conv3(block.act3(z))
+        if block.attn_last is not None:
+            z = attention(block.attn_last, z)
+        result: Tensor = block.canonical_sum(torch.stack((passing(z, scale_residual), shortcut), dim=-1))
+        return result
 
     return forward

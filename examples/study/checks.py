@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from drsa_audit.backends import Backend, make_backend, repeatable
+from drsa_audit.images import ClassImages
+from drsa_audit.networks import with_gamma, with_upper_gamma
 from drsa_core import Pairs, Subspaces
 from drsa_core.evaluation import compare_ablations
 from drsa_core.stability import match
 
-from .backends import Backend, make_backend, repeatable
 from .experiment import Experiment, Record, write_json
-from .images import ClassImages
 from .jobs import Job, learned_job, of_concepts
-from .networks import with_gamma, with_upper_gamma
 
 #: Times that the training images are halved.
 N_SPLITS = 2

@@ -1,5 +1,4 @@
-"""What canonizers share: edits of a model that can be taken back, and functions that carry relevance
-backwards.
+"""Functions that carry relevance backwards, and edits of a model that can be taken back.
 
 As in Zennit, relevance travels in the gradient slot: what a function here receives in its backward pass is
 the relevance of its output, what it returns is the relevance of its input. Derivatives of relevance cannot
@@ -8,27 +7,26 @@ be had through these functions: their forward passes have no true derivative, he
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, TypeVar
+from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
+
+SMALLEST = 1e-30
+"""Denominators of at most this size drop out where there is no other stabiliser; 1 / d is finite above it."""
 
 _MISSING = object()
+_Canonizer = TypeVar("_Canonizer", bound=Any)
 
-
-class Reversible(Protocol):
-    """What a canonizer offers: `remove` takes back what `register` has done, also if it did not finish."""
-
-    def copy(self) -> Self: ...
-    def register(self, root_module: nn.Module) -> None: ...
-    def remove(self) -> None: ...
-
-
-_Canonizer = TypeVar("_Canonizer", bound=Reversible)
+# ---------------------------------------------------------------------- edits
 
 
 def registered_copy(canonizer: _Canonizer, root_module: nn.Module) -> _Canonizer:
@@ -62,7 +60,7 @@ class ModuleEdits:
         """Add or replace a child module."""
         self._set(module._modules, name, value)
 
-    def undo(self) -> None:
+    def remove(self) -> None:
         """Take every change back; a second call does nothing."""
         while self._undo:
             namespace, name, value = self._undo.pop()
@@ -75,6 +73,21 @@ class ModuleEdits:
         # Noted before it is done, so that an interrupt in between is undone as well.
         self._undo.append((namespace, name, namespace.get(name, _MISSING)))
         namespace[name] = value
+
+
+@contextmanager
+def exchanged(module: nn.Module, parameters: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Let a module's forward see other parameters for a while; the `nn.Parameter`s stay where they are."""
+    edits = ModuleEdits()
+    try:
+        for name, value in parameters.items():
+            edits.attribute(module, name, value)
+        yield
+    finally:
+        edits.remove()
+
+
+# ---------------------------------------------------------------------- backward passes
 
 
 class PassRelevance(torch.autograd.Function):
@@ -112,8 +125,7 @@ class TimesInput(torch.autograd.Function):
 
 
 class OverDenominator(torch.autograd.Function):
-    """`output` forwards; backwards, relevance becomes a gradient, R / d, and 0 where |d| ≤ `threshold` (Note
-    K).
+    """`output` forwards; backwards, relevance becomes a gradient, R / d, and 0 where |d| ≤ `threshold`.
 
     The exit of a rule that is written as a graph of ordinary operations, which ends in the denominator d.
     `stabilizer` is added to d with its sign. In half precision 1 / d would overflow: it is kept in float32.
@@ -126,8 +138,7 @@ class OverDenominator(torch.autograd.Function):
         d = at_least_single(denominator)
         if stabilizer:
             d = d + stabilizer * torch.where(d >= 0, 1.0, -1.0).to(d.dtype)
-        inverse = d.reciprocal()
-        ctx.save_for_backward(inverse.masked_fill_(d.abs() <= threshold, 0))
+        ctx.save_for_backward(d.reciprocal().masked_fill_(d.abs() <= threshold, 0))
         return output.clone()
 
     @staticmethod
@@ -138,12 +149,11 @@ class OverDenominator(torch.autograd.Function):
 
 
 class OverGammaDenominator(torch.autograd.Function):
-    """`z` forwards; backwards, relevance becomes the gradients of d = (1 + γ/2) z + s γ/2 m, divided by d,
-    with s the sign of z (Note K, generalised LRP-γ).
+    """`z` forwards; backwards, relevance becomes the gradients of d = (1 + γ/2) z + s γ/2 m, divided by d.
 
-    `magnitude`, m, is not negative, so that d has the sign of z and only |d| needs to be computed. Both
-    factors of R are made once, in the forward pass, for all backward passes. `threshold` and `stabilizer` as
-    in `OverDenominator`.
+    s is the sign of z (Note K, generalised LRP-γ). `magnitude`, m, is not negative, so that d has the sign of
+    z and only |d| needs to be computed. Both factors of R are made once, in the forward pass, for all
+    backward passes. `threshold` and `stabilizer` as in `OverDenominator`.
     """
 
     @staticmethod
@@ -166,6 +176,28 @@ class OverGammaDenominator(torch.autograd.Function):
         return (r * of_z).to(r.dtype), (r * of_magnitude).to(r.dtype), None, None, None
 
 
+class LinearNorm(torch.autograd.Function):
+    """`y` forwards; backwards, LRP-0 of y = scale ⊙ (x − mean(x)) + b over an axis, `scale` held constant."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, dim: int, is_centred: bool, threshold: float
+    ) -> Tensor:
+        d = at_least_single(y)
+        ctx.save_for_backward(x, (scale / d).masked_fill_(d.abs() <= threshold, 0))
+        ctx.dim, ctx.is_centred = dim, is_centred
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
+        x, factor = ctx.saved_tensors
+        gradient = relevance[0] * factor
+        if ctx.is_centred:
+            gradient = gradient - gradient.mean(ctx.dim, keepdim=True)
+        return (x * gradient).to(x.dtype), None, None, None, None, None
+
+
 class DropSmall(torch.autograd.Function):
     """Identity forwards; backwards, relevance is dropped where |z| ≤ `threshold` (end of Note K)."""
 
@@ -182,19 +214,44 @@ class DropSmall(torch.autograd.Function):
 
 
 def at_least_single(x: Tensor) -> Tensor:
-    """The tensor in float32 if it is in half precision, else as it is."""
+    """The tensor in float32 if it is in half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-SMALLEST = 1e-30
-"""Denominators of at most this size drop out where there is no other stabiliser; 1 / d is finite above it."""
+# ---------------------------------------------------------------------- canonical forms
+
+
+def linear_norm(
+    norm: Any, is_centred: bool = True, threshold: float = SMALLEST
+) -> Callable[[Tensor], Tensor]:
+    """A `forward` for layer norm, or RMS norm if not centred: linear, with its deviation held constant."""
+    original = norm.forward
+    dim = 1 if type(norm).__name__ == "LayerNorm2d" else -1
+
+    def forward(x: Tensor) -> Tensor:
+        value = x.detach()
+        y: Tensor = original(value)
+        if not x.requires_grad:
+            return y
+        wide = at_least_single(value)
+        eps = torch.finfo(value.dtype).eps if norm.eps is None else norm.eps
+        if is_centred:
+            variance = wide.var(dim, keepdim=True, unbiased=False)
+        else:
+            variance = wide.square().mean(dim, keepdim=True)
+        scale = (variance + eps).rsqrt()
+        if norm.weight is not None:
+            scale = scale * norm.weight.detach().view(-1, *[1] * (x.ndim - 2) if dim == 1 else ())
+        return LinearNorm.apply(x, y.detach(), scale, dim, is_centred, threshold)
+
+    return forward
 
 
 def by_contribution(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """z = `function(*inputs)`, linear in each input, under LRP-0: R_i = x_i ⊙ ∂z/∂x_i · (R ⊘ z) (Note A).
 
-    Inputs that need no gradient are constants. Where the gradient of z by its inputs is one of z's own making
-    (a factor held constant, halves for two factors), relevance follows that gradient.
+    Inputs that need no gradient are constants. Where `function` holds factors constant, or halves the
+    gradients of two, relevance follows that gradient.
     """
     if not any(x.requires_grad for x in inputs):
         return function(*inputs)
@@ -217,11 +274,44 @@ def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda z: passing(z, (lambda value: forward(value.clone())) if copies else forward)
 
 
-def check_exchangeable(module: nn.Module, name: str = "") -> None:
-    """Raise if a weight or bias is no parameter, so that a rule could not put another in its place.
+_ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 
-    The rule would exchange what the weight is made of, or nothing, and give wrong relevance.
+
+class _OwnSums(TorchFunctionMode):
+    """Hands sums of two tensors with gradients, in the code of one function, to another function."""
+
+    def __init__(self, code: CodeType, add: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.code, self.add = code, add
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ADDITIONS and len(args) == 2 and sys._getframe(1).f_code is self.code:
+            x, y = args
+            if isinstance(y, Tensor) and x.requires_grad and y.requires_grad and x.shape == y.shape:
+                return self.add(x, y)
+        return func(*args, **(kwargs or {}))
+
+
+def with_sums(module: nn.Module, add: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """A `forward` whose own sums of two tensors, those of a residual block, are made by `add`.
+
+    Those in the code of other modules that it calls are not.
     """
+    forward = module.forward
+    code = inspect.unwrap(forward).__code__
+
+    def summing(*args: Any, **kwargs: Any) -> Any:
+        with _OwnSums(code, add):
+            return forward(*args, **kwargs)
+
+    return summing
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+def check_exchangeable(module: nn.Module, name: str = "") -> None:
+    """Raise if a weight or bias is no parameter, so that a rule could not put another in its place."""
     for part in ("weight", "bias"):
         if part in module._parameters:
             continue
@@ -239,19 +329,16 @@ def check_exchangeable(module: nn.Module, name: str = "") -> None:
 
 
 def is_additive(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer uses its parameters as they are, so that z(x; θ) = z(x; θ⁺) + z(x; θ⁻).
+    """Whether z(x; θ) = z(x; θ⁺) + z(x; θ⁻), on which rules stand that put parts of the parameters θ there.
 
-    Rules that put parts of the parameters θ in their place stand on that. A layer that standardises its
-    weight makes another one of each part.
+    A layer that standardises its weight makes another one of each part.
     """
     parameters = parameters_of(module)
-    parts: list[dict[str, Tensor | None]] = [
-        {key: None if p is None else p.clamp(**side) for key, p in parameters.items()}
-        for side in ({"min": 0.0}, {"max": 0.0})
-    ]
+    terms = []
     with torch.no_grad():
-        whole, terms = module.forward(x.clone()), []
-        for part in parts:
+        whole = module.forward(x.clone())
+        for side in ({"min": 0.0}, {"max": 0.0}):
+            part = {key: None if p is None else p.clamp(**side) for key, p in parameters.items()}
             with exchanged(module, part):
                 terms.append(module.forward(x.clone()))
     scale = torch.maximum(terms[0].abs(), terms[1].abs()).max()
@@ -263,19 +350,3 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own parameters as its forward sees them, detached."""
     check_exchangeable(module)
     return {name: None if (p := getattr(module, name)) is None else p.detach() for name in module._parameters}
-
-
-@contextmanager
-def exchanged(module: nn.Module, parameters: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Let a module's forward see other parameters for a while; the `nn.Parameter`s stay where they are."""
-    hidden = vars(module)
-    before = {name: hidden.get(name, _MISSING) for name in parameters}
-    try:
-        hidden.update(parameters)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _MISSING:
-                hidden.pop(name, None)
-            else:
-                hidden[name] = value

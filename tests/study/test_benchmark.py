@@ -17,16 +17,17 @@ pytest.importorskip("captum")
 pytest.importorskip("zennit")
 pytest.importorskip("matplotlib")
 
-from drsa_audit import BenchmarkSettings, Network, run_benchmark
+from drsa_audit import Network
 from drsa_audit.networks import SuitableRules
-from drsa_audit.results import depth_of
-from drsa_audit.summary import summarise_records
 from drsa_core import PRCA, Pairs, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
 from safetensors.torch import save_file
+from study.benchmark import BenchmarkSettings, run_benchmark
+from study.results import depth_of
+from study.summary import summarise_records
 from zennit.composites import EpsilonPlus
 
-from .photos import random_photos
+from tests.audit.photos import random_photos
 
 
 def small_network() -> Network:
