@@ -86,7 +86,7 @@ class Ranks:
         return self.all_gather(message if self.is_first else None)[0]
 
     def barrier(self, where: str) -> None:
-        """Wait until all ranks are here; the `RankError` names those that are missing when the time is over."""
+        """Wait until all ranks are here. The `RankError` after the timeout names those that are missing."""
         if self.size > 1:
             with self._watched(where):
                 # By default it would take the 30 minutes of the backend, not the time of the group.

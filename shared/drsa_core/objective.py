@@ -18,27 +18,18 @@ from .pairs import balanced
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The objective at one U, with what its derivatives need.
+    """The objective at one U, with what its derivatives need."""
 
-    Attributes
-    ----------
-    value : float
-        J(U).
-    block_means : tensor, shape (K,)
-        m_k = M²_n[R⁺_kn]; zero for a subspace with no positive relevance anywhere.
-    activations, contexts : tensor, shape (N, D)
-        aU and cU.
-    relevance : tensor, shape (N, K)
-        R⁺_kn.
-    factors : tensor, shape (K,)
-        ∂J/∂m_k / (N m_k), so that ∂J/∂R_kn = factors_k · R⁺_kn.
-    """
-
+    #: J(U).
     value: float
+    #: m_k = M²_n[R⁺_kn], (K,); zero for a subspace with no positive relevance anywhere.
     block_means: Tensor
+    #: aU and cU, (N, D).
     activations: Tensor
     contexts: Tensor
+    #: R⁺_kn, (N, K).
     relevance: Tensor
+    #: ∂J/∂m_k / (N m_k), (K,), so that ∂J/∂R_kn = factors_k · R⁺_kn.
     factors: Tensor
 
     @property
@@ -49,24 +40,27 @@ class Evaluation:
 
 #: Samples from which the diagonal of the Hessian is estimated: it takes products of N×D×D.
 CURVATURE_SAMPLES = 2500
+#: Smallest curvature, relative to the largest one: directions with less count as flat.
+FLOOR = 1e-3
 #: From so many blocks on, or in so few dimensions, whole products are faster than those of pairs of blocks.
 WHOLE_BLOCKS, WHOLE_DIMENSIONS = 8, 64
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """Second derivatives of an objective in a frame where they are nearly diagonal.
+    """Second derivatives of an objective in a frame UQ, Q block diagonal, where they are nearly diagonal."""
 
-    Attributes
-    ----------
-    rotations : list of tensor
-        One orthogonal matrix for each block, the residual included: the frame is UQ, Q their block diagonal.
-    diagonal : tensor, shape (D, D)
-        −∂²J/∂L_ji² in that frame, below the block diagonal; of any sign.
-    """
-
+    #: The blocks of Q, that of the residual included.
     rotations: list[Tensor]
+    #: −∂²J/∂L_ji² in that frame, below the block diagonal, shape (D, D); of any sign.
     diagonal: Tensor
+
+    def divide(self, lower: Tensor) -> Tensor:
+        """H⁻¹ L, shape (D, D), with the diagonal made positive."""
+        largest = float(self.diagonal.abs().max())
+        positive = self.diagonal.clamp(min=FLOOR * largest if largest > 0 else 1.0)
+        back = [rotation.T for rotation in self.rotations]
+        return rotate(rotate(lower, self.rotations) / positive, back)
 
 
 class Objective:
@@ -106,6 +100,10 @@ class Objective:
         self.n_features, self.n_subspaces = a.shape[1], len(self.dims)
         #: Columns of U that belong to each block, the residual last if there is one.
         self.columns = block_columns(self.dims, self.n_features)
+        #: (D, D), true below the block diagonal, where L is not zero.
+        self.below = torch.zeros(self.n_features, self.n_features, dtype=torch.bool, device=a.device)
+        for here in self.columns:
+            self.below[here.stop :, here] = True
         # (D, K), one where column j belongs to block k: sums over blocks, and spreads over columns.
         self.membership = a.new_zeros(self.n_features, self.n_subspaces)
         for k in range(self.n_subspaces):
@@ -152,7 +150,7 @@ class Objective:
         if len(self.columns) >= WHOLE_BLOCKS or self.n_features <= WHOLE_DIMENSIONS:
             weights = at.weights @ self.membership.T
             whole = torch.addmm(a.T @ (weights * c), c.T, weights * a)
-            return self.ranks.sum(below_blocks(whole - whole.T, self.columns))
+            return self.ranks.sum((whole - whole.T) * self.below)
         gradient = a.new_zeros(self.n_features, self.n_features)
         weights = self._padded(at.weights)
         for k, here in enumerate(self.columns):
@@ -202,21 +200,12 @@ class Objective:
         return Curvature(rotations, self.ranks.sum(result - turned - turned.T))
 
     def shares(self, at: Evaluation) -> Tensor:
-        """What each sample of this rank adds to J, (N,): J = Σ_n Σ_k W_kn R⁺_kn, as it is homogeneous in R."""
+        """What each sample of this rank adds to J = Σ_n Σ_k W_kn R⁺_kn, homogeneous in R; shape (N,)."""
         return (at.weights * at.relevance).sum(1)
 
-    def linearised(self, at: Evaluation, directions: Tensor) -> Tensor:
-        """S_k = Σ_n W_kn (x_n y_nᵀ + y_n x_nᵀ) in coordinates x = Vᵀa, y = Vᵀc, shape (blocks, r, r).
-
-        With W held constant, J changes by Σ_k tr(Q_kᵀ S_k Q_k) / 2 if V Q_k is added to block k.
-        """
-        x, y = self.a @ directions, self.c @ directions
-        result = x.new_zeros(len(self.columns), x.shape[1], x.shape[1])
-        for k, weights in enumerate(at.weights.T):
-            rows = weights.nonzero().flatten()
-            matrix = (x[rows] * weights[rows, None]).T @ y[rows]
-            result[k] = matrix + matrix.T
-        return self.ranks.sum(result)
+    def gains(self, at: Evaluation, directions: Tensor) -> Tensor:
+        """What blocks gain from directions v_j (D, r) to first order: Σ_n W_kn (v_jᵀa_n)(v_jᵀc_n), (K, r)."""
+        return self.ranks.sum(at.weights.T @ ((self.a @ directions) * (self.c @ directions)))
 
     def leading_samples(self, weights: Tensor, part: float, fewest: int) -> Tensor:
         """This rank's rows, ascending, of the largest weights (N,) that hold `part` of their sum.
@@ -282,11 +271,16 @@ def block_columns(dims: Sequence[int], n_features: int) -> list[slice]:
     return columns
 
 
-def below_blocks(matrix: Tensor, columns: list[slice]) -> Tensor:
-    """A matrix (D, D), changed in place: zeros on and above the block diagonal."""
-    for here in columns:
-        matrix[: here.stop, here] = 0
-    return matrix
+def rotate(lower: Tensor, rotations: list[Tensor]) -> Tensor:
+    """Qᵀ L Q for a block-diagonal Q, given by its blocks, where L is zero on and above the block diagonal."""
+    rotated, first = torch.zeros_like(lower), 0
+    for rotation in rotations:
+        here = slice(first, first + len(rotation))
+        # L's columns to the left of this block are rotated already: its rows can follow.
+        rotated[here, :first] = rotation.T @ rotated[here, :first]
+        rotated[here.stop :, here] = lower[here.stop :, here] @ rotation
+        first = here.stop
+    return rotated
 
 
 def rotate_columns(matrix: Tensor, rotations: list[Tensor]) -> Tensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from .distributed import parallel_map
-from .objective import Curvature, Evaluation, Objective, below_blocks, block_columns, rotate_columns
+from .objective import Curvature, Evaluation, Objective, block_columns
 from .prca import random_orthogonal
 
 #: Called with the objective after every iteration.
@@ -97,8 +99,8 @@ def stalled(history: list[float], tol: float, window: int = 10) -> bool:
 # Quasi-Newton -------------------------------------------------------------------------------------------
 
 #: Iterations with the paper's step before the quasi-Newton ones.
-#: Chosen, with FLOOR and the default tol, on the reference data of the tests and one VGG16 start: other data
-#: may be served better by more, and `n_init` guards against a bad basin.
+#: Chosen, with `objective.FLOOR` and the default tol, on the reference data of the tests and one VGG16 start:
+#: other data may be served better by more, and `n_init` guards against a bad basin.
 WARM_UP = 40
 #: Where the paper's step overshoots, it is halved down to this part of it.
 SMALLEST_FRACTION = 2.0**-10
@@ -107,8 +109,6 @@ MEMORY = 20
 #: Iterations between corrections of the basis, and between updates of the preconditioner and of the bases
 #: inside the blocks.
 REFRESH = 5
-#: Smallest curvature, relative to the largest one: directions with less count as flat.
-FLOOR = 1e-3
 #: Largest angle, in radians, by which one step may turn the basis; the first quasi-Newton step is shorter.
 #: FIRST_ANGLE and the iterations of `largest_angle` were chosen among nine combinations on the reference data
 #: of the tests, where one start lies between two basins and five of the nine reach the better one.
@@ -116,7 +116,7 @@ MAX_ANGLE, FIRST_ANGLE = 1.0, 0.1
 
 
 def quasi_newton(
-    objective: Any,
+    objective: Objective,
     start: Tensor,
     max_iter: int,
     tol: float,
@@ -127,14 +127,13 @@ def quasi_newton(
 ) -> Result:
     """Maximise the objective from an orthogonal `start` (D, D), with `warm_up` iterations of the paper's.
 
-    The objective is an `Objective` or anything with its `evaluate`, `tangent_gradient`, `curvature`, `columns`.
     `memory` is that of an earlier run on nearly the same objective, which ended at `start`; it is added to.
     `window` is the number of iterations over which the gain is held against `tol`.
     """
     basis, at = start, objective.evaluate(start)
     gradient = objective.tangent_gradient(at)
     history = [at.value]
-    memory = Memory(objective.columns) if memory is None else memory
+    memory = Memory(objective.below) if memory is None else memory
     since_refresh = 0
     fraction = 1.0  # of the paper's step
     while len(history) <= max_iter:
@@ -151,9 +150,9 @@ def quasi_newton(
             gradient = objective.tangent_gradient(at)
         else:
             if since_refresh % REFRESH == 0:
-                preconditioner = Preconditioner(objective.curvature(at))
+                curvature = objective.curvature(at)
             since_refresh += 1
-            step, slope = memory.direction(gradient, preconditioner)
+            step, slope = memory.direction(gradient, curvature)
             trial = line_search(objective, basis, at, step, slope)
             if trial is None and memory.pairs:
                 memory.pairs.clear()  # the remembered curvature misled: try the preconditioned gradient
@@ -172,80 +171,57 @@ def quasi_newton(
     return Result(orthogonalise(basis), history, False, f"max_iter = {max_iter} was reached")
 
 
-class Preconditioner:
-    """Division by the curvature, made positive, in the frame in which it is diagonal."""
-
-    def __init__(self, curvature: Curvature) -> None:
-        self.rotations = curvature.rotations
-        self.back = [rotation.T for rotation in curvature.rotations]
-        largest = float(curvature.diagonal.abs().max())
-        self.diagonal = curvature.diagonal.clamp(min=FLOOR * largest if largest > 0 else 1.0)
-
-    def __call__(self, lower: Tensor) -> Tensor:
-        """H⁻¹ L, shape (D, D)."""
-        return rotate(rotate(lower, self.rotations) / self.diagonal, self.back)
-
-
 class Memory:
     """The steps and gradient changes of L-BFGS, with the two-loop recursion over them."""
 
-    def __init__(self, columns: list[slice]) -> None:
-        # Only the entries of L below the blocks are kept, as vectors: three eighths of all for four blocks.
-        self.below = [(slice(here.stop, None), here) for here in columns[:-1]]
-        #: (step, decrease of the gradient, 1 / their inner product), oldest first.
+    def __init__(self, below: Tensor) -> None:
+        self.below = below
+        #: (step, decrease of the gradient, 1 / their inner product), oldest first, as vectors.
         self.pairs: deque[tuple[Tensor, Tensor, float]] = deque(maxlen=MEMORY)
 
-    def pack(self, lower: Tensor) -> Tensor:
-        """The entries of L (D, D) below the blocks, as a vector."""
-        parts = [lower[rows, columns].reshape(-1) for rows, columns in self.below]
-        return torch.cat(parts) if parts else lower.new_zeros(0)
-
-    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
-        """L, of the shape of `like`, from its entries below the blocks."""
-        lower, first = torch.zeros_like(like), 0
-        for rows, columns in self.below:
-            part = lower[rows, columns]
-            part.copy_(packed[first : first + part.numel()].view(part.shape))
-            first += part.numel()
+    def unpack(self, packed: Tensor) -> Tensor:
+        """L, (D, D), from its entries below the blocks."""
+        lower = packed.new_zeros(self.below.shape)
+        lower[self.below] = packed
         return lower
 
     def add(self, step: Tensor, decrease: Tensor) -> None:
         """Remember a step, unless the objective is not concave along it."""
-        step, decrease = self.pack(step), self.pack(decrease)
+        step, decrease = step[self.below], decrease[self.below]
         product = float(step @ decrease)
         if product > 1e-10 * float(decrease @ decrease):
             self.pairs.append((step, decrease, 1 / product))
 
-    def direction(self, gradient: Tensor, preconditioner: Preconditioner) -> tuple[Tensor, float]:
+    def direction(self, gradient: Tensor, curvature: Curvature) -> tuple[Tensor, float]:
         """Ascent direction L and the slope of J along it."""
 
-        def preconditioned(packed: Tensor) -> Tensor:
-            return self.pack(preconditioner(self.unpack(packed, gradient)))
+        def divided(packed: Tensor) -> Tensor:
+            return curvature.divide(self.unpack(packed))[self.below]
 
-        slopes = self.pack(gradient)
+        slopes = gradient[self.below]
         direction, coefficients = slopes.clone(), []
         for step, decrease, inverse in reversed(self.pairs):
             coefficients.append(float(step @ direction) * inverse)
             direction.sub_(decrease, alpha=coefficients[-1])
-        direction = preconditioned(direction)
+        direction = divided(direction)
         if self.pairs:
             _, decrease, inverse = self.pairs[-1]
-            direction /= inverse * float(decrease @ preconditioned(decrease))
+            direction /= inverse * float(decrease @ divided(decrease))
         for (step, decrease, inverse), coefficient in zip(self.pairs, reversed(coefficients), strict=True):
             direction.add_(step, alpha=coefficient - float(decrease @ direction) * inverse)
         slope = float(slopes @ direction)
         if slope <= 0 and self.pairs:
             self.pairs.clear()
-            return self.direction(gradient, preconditioner)
-        lower = self.unpack(direction, gradient)
+            return self.direction(gradient, curvature)
+        lower = self.unpack(direction)
         limit = MAX_ANGLE if self.pairs else FIRST_ANGLE
         shrink = min(1.0, limit / max(largest_angle(lower), 1e-30))
         return lower * shrink, slope * shrink
 
 
 def line_search(
-    objective: Any, basis: Tensor, at: Any, step: Tensor, slope: float
-) -> tuple[float, Tensor, Any] | None:
+    objective: Objective, basis: Tensor, at: Evaluation, step: Tensor, slope: float
+) -> tuple[float, Tensor, Evaluation] | None:
     """Backtrack from the full step until J gains enough (Armijo); None if no length does."""
     length = 1.0
     for _ in range(15):
@@ -257,18 +233,6 @@ def line_search(
         gained, hoped = there.value - at.value, length * slope
         length *= min(max(hoped / (2 * (hoped - gained)), 0.1), 0.5) if hoped > gained else 0.5
     return None
-
-
-def rotate(lower: Tensor, rotations: list[Tensor]) -> Tensor:
-    """Qᵀ L Q for a block-diagonal Q, given by its blocks, where L is zero on and above the block diagonal."""
-    rotated, first = torch.zeros_like(lower), 0
-    for rotation in rotations:
-        here = slice(first, first + len(rotation))
-        # L's columns to the left of this block are rotated already: its rows can follow.
-        rotated[here, :first] = rotation.T @ rotated[here, :first]
-        rotated[here.stop :, here] = lower[here.stop :, here] @ rotation
-        first = here.stop
-    return rotated
 
 
 def turn(basis: Tensor, lower: Tensor) -> Tensor:
@@ -376,8 +340,6 @@ REDUCED_STARTS, CLIMBS = 12, 2
 #: Levels on which a lifted start is improved first: part of J that their samples hold, and how far.
 LEVELS = ((0.95, 2e-3), (0.98, 1e-3), (0.995, 3e-4))
 LEVEL_MAX_ITER = 30
-#: Iterations and tolerance of `shared_out`, whose result is only a start.
-SHARE_MAX_ITER, SHARE_TOL = 10, 1e-3
 
 
 @dataclass(frozen=True)
@@ -390,7 +352,10 @@ class Reduction:
     samples: Tensor
 
     def lift(self, basis: Tensor, full: Objective) -> Tensor:
-        """A basis (D, D) of the full problem that holds each block of a reduced one (r, r)."""
+        """A basis (D, D) of the full problem that holds each block of a reduced one (r, r).
+
+        The other directions fill the blocks up, each where it gains most.
+        """
         r = self.objective.n_features
         leading, others = self.directions[:, :r] @ basis, self.directions[:, r:]
         inside = [leading[:, here] for here in block_columns(self.objective.dims, r)]
@@ -404,60 +369,13 @@ class Reduction:
             parts = zip(inside, outside.split(room, dim=1), strict=True)
             return torch.cat([part for pair in parts for part in pair], dim=1)
 
-        if max(room) < others.shape[1]:  # else all of them go to one block
-            some = full.of_samples(self.samples)
-            others = others @ shared_out(some.linearised(some.evaluate(joined(others)), others), room)
-        return joined(others)
-
-
-class QuadraticPoint(NamedTuple):
-    """The quadratic objective at Q: its value, Q, and the columns S_k Q_k next to each other, (n, n)."""
-
-    value: float
-    basis: Tensor
-    images: Tensor
-
-
-class Quadratic:
-    """½ Σ_k tr(Q_kᵀ S_k Q_k) over orthogonal Q (n, n), for symmetric S_k, (K, n, n)."""
-
-    def __init__(self, matrices: Tensor, dims: Sequence[int]) -> None:
-        self.matrices, self.columns = matrices, block_columns(dims, matrices.shape[1])
-
-    def evaluate(self, basis: Tensor) -> QuadraticPoint:
-        """The objective at Q."""
-        parts = zip(self.matrices, self.columns, strict=True)
-        images = torch.cat([matrix @ basis[:, here] for matrix, here in parts], dim=1)
-        return QuadraticPoint(float((basis * images).sum()) / 2, basis, images)
-
-    def tangent_gradient(self, at: QuadraticPoint) -> Tensor:
-        """∂/∂L_lk = Q_lᵀ (S_k − S_l) Q_k."""
-        product = at.basis.T @ at.images
-        return below_blocks(product - product.T, self.columns)
-
-    def curvature(self, at: QuadraticPoint) -> Curvature:
-        """−∂²/∂L_ji² = s_ki + s_lj − s_kj − s_li with s_kj = Q_jᵀ S_k Q_j, as for the DRSA objective."""
-        total, rotations = self.matrices.sum(0), []
-        for matrix, here in zip(self.matrices, self.columns, strict=True):
-            own, others = at.basis[:, here], (total - matrix) / max(1, len(self.columns) - 1)
-            rotations.append(torch.linalg.eigh(own.T @ (matrix - others) @ own).eigenvectors)
-        basis = rotate_columns(at.basis, rotations)
-        scores = torch.stack([(basis * (matrix @ basis)).sum(0) for matrix in self.matrices])  # [k, j] = s_kj
-        sizes = torch.tensor([len(rotation) for rotation in rotations], device=scores.device)
-        spread = scores.repeat_interleave(sizes, dim=0).T  # [j, i] = s_{block of i, j}
-        own_scores = spread.diagonal()
-        return Curvature(rotations, own_scores[:, None] + own_scores[None, :] - spread - spread.T)
-
-
-def shared_out(matrices: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Orthogonal Q (n, n), in blocks of the given sizes, for which Σ_k tr(Q_kᵀ S_k Q_k) is large.
-
-    The symmetric S_k, (K, n, n), are one for each size; sizes add up to n, and some may be zero.
-    """
-    used = [k for k, size in enumerate(sizes) if size]
-    problem = Quadratic(matrices[used], [sizes[k] for k in used])
-    start = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
-    return quasi_newton(problem, start, SHARE_MAX_ITER, SHARE_TOL, warm_up=0).basis
+        some = full.of_samples(self.samples)
+        gains = some.gains(some.evaluate(joined(others)), others)
+        places = [gains[k] if k < len(gains) else 0 * gains[0] for k, n in enumerate(room) for _ in range(n)]
+        if not places:
+            return joined(others)
+        _, order = linear_sum_assignment(torch.stack(places).cpu().numpy(), maximize=True)
+        return joined(others[:, order])
 
 
 def reduce_problem(full: Objective) -> Reduction | None:
@@ -488,13 +406,10 @@ def reduced_dims(dims: Sequence[int], n_directions: int) -> tuple[int, ...]:
         return tuple(dims)
     exact = [n_directions * d / total for d in dims]
     sizes = [max(1, int(size)) for size in exact]
-    while sum(sizes) != n_directions:  # those furthest from their share first, ties in order
-        sign = 1 if sum(sizes) < n_directions else -1
-        behind = [
-            sign * (size - want) if size + sign >= 1 else float("inf")
-            for size, want in zip(sizes, exact, strict=True)
-        ]
-        sizes[behind.index(min(behind))] += sign
+    while missing := n_directions - sum(sizes):  # those furthest from their share first, ties in order
+        sign = 1 if missing > 0 else -1
+        free = [k for k in range(len(sizes)) if sizes[k] + sign >= 1]
+        sizes[max(free, key=lambda k: sign * (exact[k] - sizes[k]))] += sign
     return tuple(sizes)
 
 
@@ -517,51 +432,37 @@ def coarse_to_fine(
     beside = full.ranks.size == 1 and full.a.device.type == "cpu"
     each: Callable[..., list[Any]] = parallel_map if beside else lambda run, items: list(map(run, items))
     reduction = reduce_problem(full)
-    try:
-        if reduction is not None:
-            runs = _reduced_runs(reduction.objective, n_starts or REDUCED_STARTS, budget, each)
-            return [_finished(full, reduction, runs, budget, each)], runs
-    except DeadSubspaceError:
-        pass  # the relevance lies elsewhere: start in full
-    return from_random_starts(quasi_newton, full, n_starts, budget), []
-
-
-def _reduced_runs(
-    small: Objective, n_starts: int, budget: Budget, each: Callable[..., list[Any]]
-) -> list[Result]:
-    starts = random_starts(small, n_starts, budget.generator)
+    if reduction is None:
+        return from_random_starts(quasi_newton, full, n_starts, budget), []
+    small, generator, tol = reduction.objective, budget.generator, budget.tol
+    starts = random_starts(small, n_starts or REDUCED_STARTS, generator)
     # Each has a generator of its own, so that their order does not matter.
-    seeds = budget.generator.integers(2**63, size=n_starts).tolist()
+    seeds = generator.integers(2**63, size=len(starts)).tolist()
 
     def run(i: int) -> Result:
-        own = Budget(budget.max_iter, max(budget.tol, COARSE_TOL), np.random.default_rng(seeds[i]))
+        own = Budget(budget.max_iter, max(tol, COARSE_TOL), np.random.default_rng(seeds[i]))
         return ascend(roughly, small, starts[i], own)
 
-    return each(run, range(n_starts))
-
-
-def _finished(
-    full: Objective,
-    reduction: Reduction,
-    runs: Sequence[Result],
-    budget: Budget,
-    each: Callable[..., list[Any]],
-) -> Result:
-    """The better of two lifted runs in full; what is returned is never below where it began."""
-
     def climbed(run: Result) -> tuple[float, Tensor, Memory]:
-        memory = Memory(full.columns)
-        return *climb(full, reduction.lift(run.basis, full), memory, LEVELS[:1], budget.tol), memory
+        memory = Memory(full.below)
+        return *climb(full, reduction.lift(run.basis, full), memory, LEVELS[:1], tol), memory
 
-    best = sorted(runs, key=lambda run: run.objective, reverse=True)[:CLIMBS]
-    value, basis, memory = max(each(climbed, best), key=lambda climb: climb[0])
+    try:
+        runs = each(run, range(len(starts)))
+        best = sorted(runs, key=lambda run: run.objective, reverse=True)[:CLIMBS]
+        value, basis, memory = max(each(climbed, best), key=lambda climb: climb[0])
+        budget.callback(value)
+        return [ascend(partial(finish, memory), full, basis, budget)], runs
+    except DeadSubspaceError:  # the relevance lies elsewhere: start in full
+        return from_random_starts(quasi_newton, full, n_starts, budget), []
 
-    def rest(problem: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback) -> Result:
-        _, start = climb(problem, start, memory, LEVELS[1:], tol, callback)
-        return quasi_newton(problem, start, max_iter, tol, callback, 0, memory)
 
-    budget.callback(value)
-    return ascend(rest, full, basis, budget)
+def finish(
+    memory: Memory, full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback = silent
+) -> Result:
+    """Maximise the objective from where a climb ended; what is returned is never below that."""
+    _, basis = climb(full, start, memory, LEVELS[1:], tol, callback)
+    return quasi_newton(full, basis, max_iter, tol, callback, 0, memory)
 
 
 def climb(

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import ortho_group
 from torch import Tensor
 
-from .checks import ArrayLike, Seed, as_int, as_seed, check_matrix, check_nonzero, check_pairs
+from .checks import ArrayLike, Seed, as_int, as_seed, check_nonzero, check_pairs
 from .distributed import ALONE, Ranks
 from .pairs import Pairs, PairShards
 from .provenance import Provenance, common_provenance
@@ -71,39 +71,27 @@ class Samples(NamedTuple):
 
 
 def unpack_pairs(a: Activations, c: ArrayLike | None, needs_contexts: bool = True) -> Samples:
-    """The samples of `fit(a, c)`, `fit(pairs)` or `fit(shards)`.
-
-    Parameters
-    ----------
-    a : array or tensor, shape (N, D), or `Pairs` or `PairShards`
-    c : array or tensor, shape (N, D), optional
-    needs_contexts : bool
-        If not, the method is blind to the model: c = a, and contexts need not be given.
-    """
+    """The samples of `fit(a, c)`, `fit(pairs)` or `fit(shards)`; with c = a where contexts are not needed."""
     provenance, ranks = None, ALONE
     if isinstance(a, Pairs | PairShards):
         if c is not None:
-            raise TypeError(
-                f"got {type(a).__name__}, which holds its contexts, and c as well: give fit(pairs) or fit(a, c)"
-            )
+            raise TypeError(f"{type(a).__name__} hold their contexts: give fit(pairs) or fit(a, c)")
         provenance = a.provenance
         if isinstance(a, PairShards):
+            if not len(a):
+                raise ValueError("the shards hold no pairs on any rank; collect some first")
             ranks = a.ranks
             empty = torch.empty(0, a.n_features, dtype=a.dtype)
             read = [chunk.read() for chunk in a.chunks] or [(empty, empty)]
             a, c = (torch.cat(rows) for rows in zip(*read, strict=True))
         else:
-            a, c = a.a, a.c
+            a, c = a
     elif c is None and needs_contexts:
         raise TypeError(
             "contexts are missing: give fit(a, c) with arrays or tensors (n_samples, n_features), or "
             f"fit(pairs) with drsa_core.Pairs; got only {type(a).__name__}"
         )
-    fewest = 1 if ranks.size == 1 else 0
-    if needs_contexts and c is not None:
-        a, c = check_pairs(a, c, fewest)
-    else:
-        a = c = check_matrix(a, "a (activations)", fewest)
+    a, c = check_pairs(a, c if needs_contexts and c is not None else a, 1 if ranks.size == 1 else 0)
     return Samples(a, c, provenance, ranks)
 
 
@@ -205,7 +193,6 @@ class PRCA(Estimator):
     tensor([ 1., -3.], dtype=torch.float64)
     """
 
-    _block_name = "PRCA"
     #: Σ_n a_n c_nᵀ in float64.
     _sum: Tensor | None = None
     _dtype: torch.dtype
@@ -245,10 +232,7 @@ class PRCA(Estimator):
         if self._sum is None:
             self._dtype, self._provenance, self.n_samples_seen_ = a.dtype, provenance, 0
         elif len(self._sum) != a.shape[1]:
-            name = type(self).__name__
-            raise ValueError(
-                f"this {name} was fitted on {len(self._sum)} features, this batch has {a.shape[1]}"
-            )
+            raise ValueError(f"fitted on {len(self._sum)} features, but this batch has {a.shape[1]}")
         else:
             joined = common_provenance([self._provenance, provenance])
             self._provenance = None if None in (self._provenance, provenance) else joined
@@ -323,7 +307,6 @@ class PCA(PRCA):
     `eigenvalues_` are those of E[aaᵀ]; otherwise as in `PRCA`.
     """
 
-    _block_name = "PCA"
     _ignores_contexts = True
 
     @property

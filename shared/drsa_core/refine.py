@@ -68,6 +68,7 @@ def excess_relevance(relevance: Tensor, mean: Tensor) -> Tensor:
             f"{tuple(mean.shape)}"
         )
     check_finite(relevance, "relevance")
+    check_finite(mean, "mean")
     return (relevance - mean.to(relevance)).clamp(min=0)
 
 
@@ -101,26 +102,23 @@ class DropIn(nn.Module):
 class RefinedModel(DropIn):
     """f − Σ_{k ∈ CH} max(0, R_k − E[R_k]): a model without the evidence of some concepts (Eq. 12).
 
-    A drop-in for the model: the same inputs and outputs, submodules, parameters and keys of `state_dict`,
-    which it shares with the model (moving, loading or training one does so to the other).
-    Only the output `target` is changed; wrap a refined model again to refine a second class.
+    A drop-in for the model: the same inputs and outputs, submodules, parameters and keys of `state_dict`, all
+    shared with it. Only the output `target` is changed; wrap a refined model again to refine a second class.
 
     Parameters
     ----------
     model : module
         The original, with outputs of shape (N, n_outputs). It is not changed.
     concept_relevance : callable
-        `concept_relevance(x, target) -> (N, K)`: the relevance R_k of each concept for an output of
-        the *original* model, e.g. the method of that name of `captum_drsa.DisentangledAttribution` or
-        `zennit_drsa.DisentangledAttributor` (see the examples). It is called with gradients enabled, also
-        under `no_grad` and `inference_mode`.
+        `concept_relevance(x, target) -> (N, K)`: R_k for an output of the *original* model, e.g. the method
+        of that name of either wrapper. It is called with gradients enabled, also under `no_grad`.
     target : int
         The output from which evidence is taken away.
     concepts : sequence of int
         CH: the numbers of the concepts that are Clever Hans strategies.
     mean_relevance : tensor, shape (K,), or None
-        E[R_k] over training images of the class, e.g. from `mean_relevance`. None subtracts the relevance R_k
-        itself, which also removes what the concept rightly has to say, and adds the evidence against it.
+        E[R_k] over training images of the class, from `mean_relevance`. None subtracts all of R_k, also what
+        the concept rightly has to say, and adds the evidence against it.
 
     Notes
     -----
@@ -187,10 +185,9 @@ class RefinedModel(DropIn):
 class ProjectedModel(DropIn):
     """A model in which some concepts are set back to their usual activation, only where they stand out.
 
-    `RefinedModel` subtracts relevance from one output (Eq. 12). That is exact only if R_k is the part of the
-    output that the concept is responsible for. Where LRP's relevance is on another scale, it takes too much,
-    and it cannot give back what the strategy has done to the other outputs. Here the concept is changed at
-    the layer, and the network above draws its own conclusions:
+    `RefinedModel` is exact only if R_k is the part of the output that the concept is responsible for, and it
+    cannot give back what the strategy has done to the other outputs. Here the concept is changed at the
+    layer, and the network above draws its own conclusions:
 
         s_p = (U_kᵀa_p)ᵀ(U_kᵀc̄),     a_p ← a_p − U_kU_kᵀ(a_p − ā) at positions p with s_p > t_k.
 
@@ -201,14 +198,13 @@ class ProjectedModel(DropIn):
     Parameters
     ----------
     model : module
-        The original, which is not changed. Submodules and parameters are shared with it, as in
-        `RefinedModel`.
+        The original, shared as in `RefinedModel`.
     layer : str or module
         The layer at which the concepts were learned, or its dotted name.
     subspaces : Subspaces
         The concepts.
     concepts : sequence of int
-        CH: the numbers of the concepts that are Clever Hans strategies.
+        As in `RefinedModel`.
     context : tensor, shape (D,)
         c̄: mean context of images of the class, e.g. `pairs.c.mean(0)`.
     reference : tensor, shape (M, D)
@@ -228,9 +224,8 @@ class ProjectedModel(DropIn):
 
     Notes
     -----
-    The model runs without canonizers. Zennit's canonizers merge a batch norm into the linear layer before it,
-    so that LRP sees another activation there than the model has: concepts of such a layer are refused. Learn
-    them at the batch norm, or after it.
+    The model runs without canonizers. Zennit's merge a batch norm into the linear layer before it, so that
+    LRP sees another activation there than the model has: concepts of such a layer are refused.
 
     Examples
     --------
@@ -348,14 +343,14 @@ def _check_activation(model: nn.Module, layer: nn.Module, name: str, made: Prove
     if made.backend != "zennit" or not (made.method.startswith("LRP(") or " under " in made.method):
         return
     # In the order of definition, which is how Zennit's canonizers find a batch norm behind a linear layer.
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    last = [module for module in layer.modules() if not any(True for _ in module.children())][-1]
-    follower = next((after for before, after in pairwise(leaves) if before is last), None)
-    is_linear = isinstance(last, nn.Linear | nn.modules.conv._ConvNd)
+    leaves, last = (
+        [module for module in of.modules() if not list(module.children())] for of in (model, layer)
+    )
+    follower = next((after for before, after in pairwise(leaves) if before is last[-1]), None)
+    is_linear = isinstance(last[-1], nn.Linear | nn.modules.conv._ConvNd)
     if is_linear and isinstance(follower, nn.modules.batchnorm._BatchNorm):
         raise ValueError(
-            f"layer {name!r} ends with a {type(last).__name__}, and a {type(follower).__name__} follows, "
-            "which canonizers merge into it for LRP: the subspaces are of an activation that the model "
-            "itself does not have. Learn them at the batch norm or after it; if no canonizer was used, give "
-            "subspaces.with_provenance(None)"
+            f"canonizers merge the {type(follower).__name__} after layer {name!r} into it for LRP: the "
+            "subspaces are of an activation that the model does not have. Learn them at the batch norm or "
+            "after it; if no canonizer was used, give subspaces.with_provenance(None)"
         )

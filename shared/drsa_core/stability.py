@@ -1,8 +1,8 @@
 """Which concepts come back in other fits, and how many there are.
 
-Blocks of D/K dimensions hold many directions in which nothing happens, and two fits share them out at random:
-overlap of the subspaces understates how far two fits agree. What a concept says about the data is its relevance
-R_k at each pair, so concepts of two fits are matched one to one by the correlation of their relevance.
+Concepts of two fits are matched one to one by the correlation of their relevance R_k over pairs. Overlap of
+the subspaces would understate how far two fits agree: blocks of D/K dimensions hold many directions in which
+nothing happens, and two fits share them out at random.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .checks import Seed, as_float, as_int, as_seed, full_precision
-from .drsa import DRSA, block_sizes
+from .drsa import DRSA
 from .objective import Objective, prepared
-from .optimizers import COARSE_TOL, Budget, Reduction, from_random_starts, reduced, roughly
+from .optimizers import COARSE_TOL, Budget, from_random_starts, reduced, roughly
 from .pairs import Pairs
+from .prca import block_sizes
 from .subspaces import Subspaces
 
 #: From which index on a concept is stable.
@@ -82,24 +84,16 @@ def match(first: Tensor, second: Tensor) -> tuple[tuple[int, ...], Tensor]:
 
 
 def centrotype(relevances: Sequence[Tensor]) -> tuple[int, Tensor]:
-    """The run whose concepts agree best with those of all others, and the correlations of their partners.
+    """The run that agrees best with all others, and its concepts' correlations with partners, (n − 1, K).
 
-    Parameters
-    ----------
-    relevances : sequence of n tensors, shape (N, K)
-        R_k of each run at the same pairs.
-
-    Returns
-    -------
-    int, tensor of shape (n − 1, K)
+    `relevances` are R_k of each of n runs at the same pairs, shapes (N, K).
     """
-    n = len(relevances)
     agreement = [
-        [match(mine, other)[1] for j, other in enumerate(relevances) if i != j]
-        for i, mine in enumerate(relevances)
+        torch.stack([match(mine, other)[1] for other in relevances if other is not mine])
+        for mine in relevances
     ]
-    best = max(range(n), key=lambda i: float(torch.stack(agreement[i]).mean()))
-    return best, torch.stack(agreement[best])
+    best = max(range(len(agreement)), key=lambda i: float(agreement[i].mean()))
+    return best, agreement[best]
 
 
 # Other images -------------------------------------------------------------------------------------------
@@ -136,19 +130,8 @@ class NoRelevanceError(ValueError):
     """No pair has positive relevance: there is nothing to fit."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One fit.
-
-    Attributes
-    ----------
-    basis : tensor, shape (r, r)
-        In the directions of the `Repeated` that made it.
-    relevance : tensor, shape (n, K)
-        Positive R_k of the pairs that matter, be their images among those of the fit or not.
-    objective, held_out : float
-        J on the images of the fit, and on those left out; NaN if there are none.
-    """
+class Run(NamedTuple):
+    """One fit: its basis (r, r), R⁺_k at the pairs that matter (n, K), and J there and on images left out."""
 
     basis: Tensor
     relevance: Tensor
@@ -162,21 +145,14 @@ class Repeated:
     Few pairs and directions hold nearly all of the objective. They are found once, and every fit is small.
     Other than in the coarse starts of `DRSA`, nothing is kept for safety: a direction that holds no relevance
     is given to this or that block by chance, and fits would differ in it for no reason.
-
-    Parameters
-    ----------
-    pairs : Pairs
-    n_subspaces : int
-    solver : DRSA
-        Whose parameters `q`, `balance` and `n_init` are used.
     """
 
     def __init__(self, pairs: Pairs, n_subspaces: int, solver: DRSA) -> None:
         self.n_starts = STARTS if solver.n_init is None else as_int(solver.n_init, "n_init", 1)
         q, balance = as_float(solver.q, "q"), as_float(solver.balance, "balance", 0, 1)
         dims = block_sizes(pairs.a.shape[1], n_subspaces, None)
-        self.full = Objective(*prepared(pairs.a, pairs.c, balance), dims, q)
-        found = self.full.leading_directions()
+        self.full = full = Objective(*prepared(pairs.a, pairs.c, balance), dims, q)
+        found = full.leading_directions()
         if found is None:
             raise NoRelevanceError(
                 "no pair has positive relevance a·c: nothing counts for the target. Check the target and the "
@@ -184,23 +160,22 @@ class Repeated:
             )
         weights, energies, directions = found
         by_energy = int((energies.cumsum(0) < ENERGY * energies.sum()).sum()) + 1
-        n_directions = min(max(by_energy, n_subspaces), self.full.n_features)
-        samples = self.full.leading_samples(weights, EVIDENCE, min(len(pairs), n_directions))
-        self.reduction: Reduction = reduced(self.full, directions, n_directions, samples)
-        self.problem = self.reduction.objective
+        n_directions = min(max(by_energy, n_subspaces), full.n_features)
+        samples = full.leading_samples(weights, EVIDENCE, min(len(pairs), n_directions))
+        self.reduction = reduced(full, directions, n_directions, samples)
         self.image = pairs.image[samples.cpu()]
 
     def fit(self, resampled: bool, generator: np.random.Generator) -> Run:
         """One fit, the best of new random starts; on a bootstrap over images if `resampled`."""
+        problem = self.reduction.objective
         times = bootstrap(self.image, generator) if resampled else torch.ones(len(self.image))
-        drawn, budget = repeated_rows(self.problem, times), Budget(MAX_ITER, COARSE_TOL, generator)
-        results = from_random_starts(roughly, drawn, self.n_starts, budget)
-        best = max(results, key=lambda result: result.objective)
-        left_out = times == 0
+        budget = Budget(MAX_ITER, COARSE_TOL, generator)
+        results = from_random_starts(roughly, repeated_rows(problem, times), self.n_starts, budget)
+        best, left_out = max(results, key=lambda result: result.objective), times == 0
         held_out = float("nan")
         if left_out.any():
-            held_out = repeated_rows(self.problem, left_out).evaluate(best.basis).value
-        return Run(best.basis, self.problem.evaluate(best.basis).relevance, best.objective, held_out)
+            held_out = repeated_rows(problem, left_out).evaluate(best.basis).value
+        return Run(best.basis, problem.evaluate(best.basis).relevance, best.objective, held_out)
 
 
 def repeated_rows(problem: Objective, times: Tensor) -> Objective:
@@ -230,8 +205,8 @@ class Stability:
         The centrotype: the run that agrees best with all others, finished on all pairs. Its metadata hold
         `index` and `threshold` under "stability".
     index : tensor, shape (K,)
-        Stability of each concept of `subspaces`: the correlation of its relevance with that of its partner in
-        another run, mean over runs. 1: it always comes back.
+        Stability of each concept: the correlation of its relevance with that of its partner in another run,
+        mean over runs. 1: it always comes back.
     null : tensor, shape (n_shuffles, K)
         The same indices where the contexts are those of other images, ascending. They are far from 0:
         activations and contexts have a structure of their own.
@@ -241,13 +216,12 @@ class Stability:
         How far the objective must exceed that of shuffled contexts, as a part of the latter.
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
-    objective, held_out_objective : float
-        J on the images of a fit and on those left out by its bootstrap, means over runs. NaN if none could be
-        left out, as one image holds nearly all evidence: then no concept counts as stable.
-    null_objective : float
-        J of shuffled contexts on the images left out of a fit, mean over runs: of the best shuffle.
+    objective, held_out_objective, null_objective : float
+        J on the images of a fit, on those that its bootstrap left out, and there for the best shuffle of
+        contexts; means over runs. NaN if none could be left out, as one image holds nearly all evidence:
+        then no concept counts as stable.
     relevance : tensor, shape (N, K)
-        Positive R_k of the concepts at all pairs, scaled as the solver sees them: for comparisons of fits.
+        Positive R_k of the concepts at all pairs, scaled as the solver sees them.
     seconds : float
         Time that it took.
     """
@@ -385,12 +359,9 @@ def stability(
     repeated, seed = Repeated(pairs, n_subspaces, solver), as_seed(random_state)
     generator = np.random.default_rng(seed)
     resampled = [True] * n_bootstraps + [False] * n_starts
-    with tqdm(
-        total=number_of_fits(n_bootstraps, n_starts, n_shuffles),
-        desc=f"stability, K = {n_subspaces}",
-        disable=None if progress is None else not progress,
-        leave=False,
-    ) as bar:
+    hidden = None if progress is None else not progress
+    total = len(resampled) + n_shuffles * len(resampled[:NULL_FITS])
+    with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
 
         def fits(repeated: Repeated, resampled: Sequence[bool]) -> list[Run]:
             return [(repeated.fit(again, generator), bar.update())[0] for again in resampled]
@@ -433,12 +404,6 @@ def stability(
         relevance=relevance,
         seconds=time.perf_counter() - begin,
     )
-
-
-def number_of_fits(n_bootstraps: int = 5, n_starts: int = 1, n_shuffles: int = 2) -> int:
-    """How many fits `stability` makes, those of shuffled contexts included."""
-    n_runs = n_bootstraps + n_starts
-    return n_runs + n_shuffles * min(n_runs, NULL_FITS)
 
 
 def _check_images(pairs: Pairs) -> None:
@@ -535,26 +500,21 @@ def choose_k(
     n_subspaces: Iterable[int] = range(2, 17),
     *,
     solver: DRSA | None = None,
-    n_bootstraps: int = 5,
-    n_starts: int = 1,
-    n_shuffles: int = 2,
-    threshold: float = THRESHOLD,
-    margin: float = MARGIN,
     patience: int | None = 2,
-    random_state: Seed = 0,
     progress: bool | None = None,
+    **options: Any,
 ) -> ChoiceOfK:
     """The largest K whose concepts are all stable and distinct.
 
     Parameters
     ----------
-    pairs, n_bootstraps, n_starts, n_shuffles, threshold, margin, random_state, progress
+    pairs, progress, **options
         As in `stability`.
+    n_subspaces : iterable of int
+        The K to try, from the smallest to the largest; those above the number of features are left out.
     solver : DRSA, optional
         As in `stability`, but `DRSA(balance=1)` by default: a concept counts as one however strong it is.
         Without balance, weak concepts are merged while a strong one is split (Notes of `DRSA`).
-    n_subspaces : iterable of int
-        The K to try, from the smallest to the largest; those above the number of features are left out.
     patience : int or None
         Stop after so many K in a row in which two concepts are parts of one: more blocks only divide them
         further. None tries every K.
@@ -570,22 +530,10 @@ def choose_k(
     if not wanted:
         raise ValueError(f"n_subspaces must name at least one K from 1 to D = {pairs.a.shape[1]}")
     patience = None if patience is None else as_int(patience, "patience", 1)
+    options = {"solver": DRSA(balance=1.0) if solver is None else solver, "progress": progress, **options}
     candidates: list[Stability] = []
-    hidden = None if progress is None else not progress
-    for k in tqdm(wanted, desc="number of concepts", disable=hidden):
-        found = stability(
-            pairs,
-            k,
-            solver=DRSA(balance=1.0) if solver is None else solver,
-            n_bootstraps=n_bootstraps,
-            n_starts=n_starts,
-            n_shuffles=n_shuffles,
-            threshold=threshold,
-            margin=margin,
-            random_state=random_state,
-            progress=progress,
-        )
-        candidates.append(found)
+    for k in tqdm(wanted, desc="number of concepts", disable=None if progress is None else not progress):
+        candidates.append(stability(pairs, k, **options))
         last = candidates[-patience:] if patience else []
         if len(last) == patience and not any(c.are_distinct for c in last):
             break

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drsa_core import Pairs, concept_vectors, netdissect_subspaces, plot
+from drsa_core import Pairs, plot
 from drsa_core.evaluation import (
     bootstrap_interval,
     class_means,
@@ -22,7 +22,6 @@ from drsa_core.evaluation import (
     summarise,
     top_images,
 )
-from drsa_core.refine import RefinedModel, excess_relevance, mean_relevance
 from study.clever_hans import (
     SpRAy,
     confusion_matrix,
@@ -120,16 +119,6 @@ def test_scores_that_are_none() -> None:
 # ---------------------------------------------------------------------- NaN and wrong shapes
 
 
-def concept_relevance(x: torch.Tensor, target: int) -> torch.Tensor:
-    return x.flatten(1)[:, :3]
-
-
-class Linear3(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-        self.eval()
-
-
 MAPS = torch.full((1, 2, 1, 4, 4), torch.nan)
 REFUSED: dict[str, tuple[Any, str]] = {
     "is_suspicious(NaN)": (lambda: is_suspicious(NAN, torch.rand(9)), "scores has 1 NaN"),
@@ -138,24 +127,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "is_suspicious(columns)": (lambda: is_suspicious(torch.rand(9), torch.rand(9, 2)), "shape"),
     "ranks(NaN)": (lambda: ranks(NAN[None], 0), "outputs has 1 NaN"),
     "ranks(0.9)": (lambda: ranks(torch.rand(2, 3), 0.9), "target must be an integer"),  # type: ignore[arg-type]
-    "excess_relevance(NaN)": (lambda: excess_relevance(NAN[None], torch.zeros(2)), "relevance has 1 NaN"),
-    "excess_relevance(mean NaN)": (lambda: excess_relevance(torch.zeros(1, 2), NAN), "mean has 1 NaN"),
-    "mean_relevance of another K": (
-        lambda: RefinedModel(Linear3(), concept_relevance, 0, [1], torch.zeros(5))(torch.rand(2, 4)),
-        r"mean_relevance has shape \(5,\), but concept_relevance gave 3",
-    ),
-    "concepts [0.9]": (
-        lambda: RefinedModel(Linear3(), concept_relevance, 0, torch.tensor([0.9])),  # type: ignore[arg-type]
-        "every entry of concepts must be an integer",
-    ),
-    "target 0.9": (
-        lambda: RefinedModel(Linear3(), concept_relevance, 0.9, [1]),  # type: ignore[arg-type]
-        "target must be an integer",
-    ),
-    "mean_relevance of K = 1, then 3": (
-        lambda: mean_relevance(lambda x, _: x, [torch.rand(2, 1), torch.rand(2, 3)], 0, progress=False),
-        "gave 1 concepts before, and 3 for this batch",
-    ),
     "removal_ranks(NaN)": (lambda: removal_ranks(NAN[None, None]), "relevance has 1 NaN"),
     "patch_relevance(NaN)": (lambda: patch_relevance(MAPS, patch_grid(4, 4, 2)), "NaN"),
     "patch_relevance(grid)": (
@@ -213,10 +184,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "fill returned NaN or Inf for image 0",
     ),
-    "netdissect of 1.5": (
-        lambda: netdissect_subspaces(["x", "y"], torch.rand(3, 2), torch.rand(3, 2), 1.5),  # type: ignore[arg-type]
-        "n_subspaces must be an integer",
-    ),
 }
 
 
@@ -246,39 +213,10 @@ def test_masked_arrays_are_refused(call) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("tally", "message"),
-    [
-        ("unit,label\none,sky\n", "line 2: unit must be a number"),
-        ("unit,label\n1,sky\n1,tree\n", "line 3: unit 1 is there twice"),
-        ("unit,label\n1,\n", "line 2: unit must be"),
-        ("unit,label\n1,sky\n2\n", "line 3: unit must be"),
-    ],
-)
-def test_damaged_tallies_are_named(tally: str, message: str, tmp_path) -> None:
-    path = tmp_path / "tally.csv"
-    path.write_text(tally)
-    with pytest.raises(ValueError, match=message):
-        netdissect_subspaces(path, torch.rand(3, 2), torch.rand(3, 2))
-
-
-def test_a_tally_from_a_spreadsheet_is_read_as_utf_8(tmp_path) -> None:
-    path = tmp_path / "tally.csv"
-    path.write_bytes("\ufeffunit,label\n1,Bäume\n2,空\n".encode())  # with a mark in front
-    found = netdissect_subspaces(path, torch.ones(3, 2), torch.tensor([[2.0, 1.0]]).repeat(3, 1), 2)
-    assert found.names == ("Bäume", "空")
-
-
 @pytest.mark.parametrize("labels", [["cat", "dog"], [None, None], [[0], [0, 1]]], ids=str)
 def test_labels_that_are_no_numbers(labels: Any) -> None:
     with pytest.raises(TypeError, match="labels must be 2 integers, one for each row of relevance"):
         match_concepts(torch.rand(2, 2), labels)
-
-
-@pytest.mark.parametrize("weight_decay", [math.nan, -1.0, math.inf, True])
-def test_weight_decays_that_are_none(weight_decay: float) -> None:
-    with pytest.raises(ValueError, match="weight_decay must be a finite number of at least 0"):
-        concept_vectors(torch.rand(4, 2), [0, 1, 0, 1], weight_decay)
 
 
 # ---------------------------------------------------------------------- numbers of NumPy, and 0-d ones
@@ -313,7 +251,6 @@ def test_integers_of_every_kind(whole) -> None:
     assert removal_counts(whole(5)) == [0, 1, 5]
     assert patch_grid(whole(4), whole(4), whole(2)).max() == 3
     assert top_images(torch.eye(3), whole(1)).tolist() == [[0], [1], [2]]
-    assert RefinedModel(Linear3(), concept_relevance, whole(0), [whole(1)]).concepts == (1,)
     scenes = PlantedConcepts(size=whole(36)).sample(whole(2), generator, label=whole(1))
     assert scenes.labels.tolist() == [1, 1]
     layer = train_last_layer(torch.eye(2), torch.tensor([0, 1]), whole(2), max_iter=whole(50))
