@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -10,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from .checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision
+from .checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision, warn_user
 from .objective import Objective, prepared
 from .optimizers import (
     Budget,
@@ -169,11 +168,10 @@ class DRSA(Estimator):
 
         best = max(results, key=lambda result: result.objective)
         if not best.converged and tol > 0:
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {tol:g}); raise "
                 "max_iter, or tol if the objective in history_ is flat enough",
                 ConvergenceWarning,
-                stacklevel=3,  # the decorator of `fit` stands between
             )
         self.results_, self.reduced_results_ = results, reduced
         self.objective_ = best.objective
