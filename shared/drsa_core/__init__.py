@@ -2,7 +2,7 @@
 
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
-from .explanation import Certificate, Explanation, Losses
+from .explainer import Certificate, Explainer, Explanation, Losses
 from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .layer import (
     RelevanceLossWarning,
@@ -37,6 +37,7 @@ __all__ = [
     "ChoiceOfK",
     "ClassIndex",
     "ConvergenceWarning",
+    "Explainer",
     "Explanation",
     "Lineage",
     "Losses",

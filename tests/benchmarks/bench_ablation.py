@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from drsa_audit import find_classes, load_images, load_network
+from drsa_audit import load_images, load_network
 from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
 from drsa_core.evaluation import ConceptAblation, concept_ablation
+from study.classes import find_classes
 from zennit.attribution import Gradient
 
 from zennit_drsa import DisentangledAttributor

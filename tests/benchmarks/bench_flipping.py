@@ -24,9 +24,9 @@ from functools import partial
 
 import torch
 from drsa_audit import Network, load_network
-from drsa_audit.package_photos import package_photos, random_crops
 from drsa_core.evaluation import explain_func, patch_flipping
 from drsa_core.evaluation.folding import fold_batch_norms
+from photographs import package_photos, random_crops
 from slices import Runner, alternate
 from torch import Tensor, nn
 

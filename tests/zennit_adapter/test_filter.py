@@ -75,7 +75,7 @@ def test_gradients_are_projected(composite):
 
 def test_slot_can_be_set_by_hand():
     model, input, blocks = small_model(), small_input(), subspaces(6)
-    composite = DisentangledComposite(None, "act", blocks, 2, slot="relevance")
+    composite = DisentangledComposite(None, "act", blocks, 2, signal="relevance")
     seen = relevance_at(model, composite, None, "act", input)
     expected = literal_filter(seen["a"], seen["before"], blocks.blocks[2])
     torch.testing.assert_close(seen["after"], expected)
@@ -232,7 +232,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="block 3 does not exist"):
         SubspaceFilter("act", blocks, 3)
     with pytest.raises(ValueError, match="'relevance', 'gradient' or None"):
-        SubspaceFilter("act", blocks, slot="context")
+        SubspaceFilter("act", blocks, signal="context")
     with pytest.raises(TypeError, match="Zennit composite or None, got str"):
         DisentangledComposite("epsilon_plus", "act", blocks)
     applied = SubspaceFilter("act", blocks).apply(model)

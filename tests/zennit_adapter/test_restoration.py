@@ -15,7 +15,7 @@ from zennit.composites import EpsilonGammaBox, GuidedBackprop
 from zennit.core import BasicHook, Composite
 from zennit.torchvision import ResNetCanonizer
 
-import zennit_drsa.attributor
+import zennit_drsa.attribution
 from tests.model_state import model_state
 from tests.zennit_adapter.models import small_input, small_model, subspaces, torchvision_model
 from zennit_drsa import DisentangledAttributor, SubspaceFilter, VGGGamma, collect
@@ -76,7 +76,7 @@ def test_faults_at_every_stage(monkeypatch, stage, error):
         return wrapper
 
     if stage == "filter":
-        monkeypatch.setattr(zennit_drsa.attributor, "warn_of_training", fail)
+        monkeypatch.setattr(zennit_drsa.attribution, "warn_of_training", fail)
     elif stage == "rules":
         composite.module_map = fail_after(5, composite.module_map)
     elif stage == "forward":
@@ -92,7 +92,7 @@ def test_faults_at_every_stage(monkeypatch, stage, error):
         function = zennit_drsa.passes._vjp
         monkeypatch.setattr(zennit_drsa.passes, "_vjp", fail_after(0 if stage == "below" else 5, function))
     elif stage == "result":
-        monkeypatch.setattr(zennit_drsa.attributor, "check_finite", fail)
+        monkeypatch.setattr(zennit_drsa.attribution, "check_finite", fail)
     run = DisentangledAttributor(Gradient(model, composite), "pool", subspaces(6))
     with pytest.raises(type(error)):
         run(input, attr_output)
