@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 
 import torch
 from captum.attr import LRP, LayerAttribution, PerturbationAttribution, ShapleyValueSampling
 from drsa_core import context_from_relevance, lost_relevance
+from drsa_core.checks import warn_user
 from drsa_core.contexts import UpperNetwork, contexts_by_example, rows_per_run
 from drsa_core.layer import TOLERANCE, Cut, Request, Split, eager, warn_of_loss
 from drsa_core.model_state import restored
@@ -62,12 +62,11 @@ class ShapleyContext:
             # Where activations cancel, R_j / Σ a_j is out of all measure.
             share = float(maps[sums.abs() < 0.1 * sizes].abs().sum() / maps.abs().sum().clamp(min=1e-30))
             if share > 0.1:
-                warnings.warn(
+                warn_user(
                     f"{share:.0%} of the relevance at layer {request.layer_name!r} is on feature maps whose "
                     "positive and negative activations cancel, so that the Shapley contexts R_j / Σ a_j are "
                     "very large there. They are meant for layers after a ReLU: choose one, or set "
                     "context_method='integrated_gradients' or 'gradient'",
-                    stacklevel=2,
                 )
             return context_from_relevance(sums, maps).expand_as(activation)  # 0/0 = 0
 

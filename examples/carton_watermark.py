@@ -24,11 +24,12 @@ from pathlib import Path
 
 import torch
 from carton_measures import Mitigation, clarc_model, retrained_row, stroke_mask, watermark_grid
-from drsa_audit import Network, load_network, photo_files, relevance_at
-from drsa_audit.package_photos import foolbox_files
+from drsa_audit import Network, load_network, photo_files
 from drsa_core import DRSA, Pairs, RandomSubspaces, Subspaces
 from drsa_core.refine import ProjectedModel, excess_relevance
 from hanzi_watermark import CARTON, add_hanzi, crops, photos_to_learn_from
+from photographs import foolbox_files
+from study.backends import relevance_at
 from study.clever_hans import SpRAy, auroc, rectified_relevance, roc_curve
 from study.plots import roc_curves
 from torch import Tensor, nn

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import planted_watermark as planted
 import torch
-from drsa_audit import relevance_at
 from drsa_core import DRSA
 from drsa_core.plot import concept_maps
 from drsa_core.refine import ProjectedModel, excess_relevance
+from study.backends import relevance_at
 from study.clever_hans import (
     SpRAy,
     auroc,

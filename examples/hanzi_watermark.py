@@ -15,7 +15,7 @@ import numpy as np
 import skimage.data
 import torch
 from drsa_audit import Network, load_network, photo_files
-from drsa_audit.package_photos import foolbox_files
+from photographs import foolbox_files
 from PIL import Image
 from study.clever_hans import ranks
 from torch import Tensor

@@ -30,11 +30,12 @@ from typing import Self
 
 import known_concepts
 import torch
-from drsa_audit import Network, load_network, photo_files, relevance_at, with_upper_gamma
-from drsa_audit.package_photos import foolbox_files, package_photos, random_crops
+from drsa_audit import Network, load_network, photo_files
 from drsa_core import PRCA, Subspaces
 from drsa_core.targets import gradient_at_output
 from manipulation_measures import Outcome, report, summary
+from photographs import foolbox_files, package_photos, random_crops
+from study.backends import relevance_at, with_upper_gamma
 from study.double_backward import constant_weights
 from study.manipulation import Manipulation, manipulate, manipulation_score
 from study.plots import manipulated_map

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from captum.attr import IntegratedGradients, ShapleyValueSampling
 from drsa_audit import Network, load_network, photo_files
-from drsa_audit.package_photos import class_name, package_photos, random_crops
 from drsa_core import DRSA, Subspaces
 from drsa_core.plot import concept_grid, concept_maps
+from photographs import class_name, package_photos, random_crops
 from torch import Tensor
 from zennit.attribution import Gradient
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 from drsa_audit import load_network, photo_files
-from drsa_audit.package_photos import find_photo
 from drsa_core import DRSA
 from drsa_core.plot import concept_maps
+from photographs import find_photo
 from zennit.attribution import Gradient
 
 from zennit_drsa import DisentangledAttributor

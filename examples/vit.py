@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from drsa_audit import Network, load_network, photo_files
-from drsa_audit.package_photos import find_photo, random_crops
 from drsa_core import DRSA, Explanation
 from drsa_core.plot import concept_maps
+from photographs import find_photo, random_crops
 from torch import Tensor
 from zennit.attribution import Gradient
 

@@ -326,8 +326,9 @@ def register(composite: Composite, model: nn.Module) -> None:
         )
     statistics = running_statistics(model)
     composite.register(model)
-    exact_norms(model, statistics)
-    positional_inputs({module: None for module, _ in hooks_by_module(model)})
+    if statistics:
+        exact_norms(model, statistics)
+    positional_inputs(model.modules())
 
 
 def unregister(composite: Composite) -> None:

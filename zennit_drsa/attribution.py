@@ -54,7 +54,7 @@ from .outputs import (
     targets_in,
     terms_of_score,
 )
-from .shared_passes import check_differentiable, has_nonlinear_rules, shared_passes
+from .shared_passes import check_differentiable, shared_passes
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         """As `__call__`, inside the attributor's context."""
         with torch.inference_mode(False):
             x, start = self._prepared(input), checked_start(attr_output_fn)
-            with replay_rng([x], self.residual):
+            with replay_rng([x]) if self.residual else nullcontext():
                 result = self._attribute(x, start)
             self._check_start(result.output, start, None, x)
             relevance = result.maps
@@ -314,12 +314,12 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
 
     def _filtered_gradient(self, point: Tensor, start: AttrOutput) -> tuple[Split, Tensor]:
         """The forward pass at a point, and what arrives there through each block, shape (K, N, *input)."""
-        create_graph, hooks = bool(self.attributor.create_graph), self.composite.hook_refs
+        create_graph = bool(self.attributor.create_graph)
         if create_graph:
-            check_differentiable(hooks)
+            check_differentiable(self.composite.hook_refs)
         with shared_passes(self.model, create_graph) as start_pass:
             split = self._split(point, start, create_graph)
-            if has_nonlinear_rules(hooks):  # whose signs are those of the whole
+            if not start_pass.is_linear:  # the signs of the whole decide for all passes
                 start_pass()
                 split.below(split.arriving)
             maps = []
@@ -337,13 +337,12 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
             )
         step = self._context(x, start, target)
         parts = self._parts(step.context)
-        hooks = list(self.composite.hook_refs)
 
         def gradient(point: Tensor, start: AttrOutput) -> tuple[Tensor, Tensor]:
             point = point.detach().requires_grad_()
             with torch.enable_grad(), shared_passes(self.model) as start_pass:
                 activation = self._request(point, None).activation()
-                if has_nonlinear_rules(hooks):
+                if not start_pass.is_linear:
                     start_pass()
                     self._below(activation, point, step.context)
                 maps = []
@@ -475,9 +474,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         if input.ndim == 0 or not len(input):
             raise ValueError(f"input must hold at least one example, got shape {tuple(input.shape)}")
         if not self.validated:
-            validate(
-                self.model, self.composite, self.layer_name, input[:1], registered=True, slot=self.signal
-            )
+            validate(self.model, self.composite, self.layer_name, input, registered=True, slot=self.signal)
             self.validated = True
         return input.detach().clone()
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Self, TypeAlias
 
 import torch
-from drsa_core.lrp import ModuleEdits, linear_norm, passing, passing_forward, registered_copy, with_sums
+from drsa_core.lrp import ModuleEdits, linear_norm, passing, passing_forward, registered_copy, with_operations
 from drsa_core.nfnet import KNOWN_GATES, NFNetCanonizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -96,7 +96,12 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
         ):
             return
         self._edits.child(block, "canonical_sum", Sum())
-        self._forward(block, with_sums(block, lambda x, y: block.canonical_sum(torch.stack((x, y), dim=-1))))
+
+        def add(x: Tensor, y: Tensor) -> Tensor:
+            result: Tensor = block.canonical_sum(torch.stack((x, y), dim=-1))
+            return result
+
+        self._forward(block, with_operations(block.forward, add=add))
 
     def _sum_of(self, block: Any, terms: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         """Have a block return the sum of two terms, made by its `canonical_sum`."""

@@ -150,10 +150,14 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
         if not self._is_validated:  # not before: a composite adds its rules after its canonizers
-            self._is_validated = True
-            self._check_use(module)
-            if args and isinstance(args[0], Tensor):
-                validate(module, None, self._name, args[0][:1], registered=True, slot=self.signal)
+            owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+            filters = [owner for owner in owners if isinstance(owner, SubspaceFilter)]
+            for one in filters:
+                one._is_validated = True
+            for one in filters:
+                one._check_use(module)
+                if args and isinstance(args[0], Tensor):
+                    validate(module, None, one._name, args[0], registered=True, slot=one.signal)
         self._n_runs = 0
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -16,7 +16,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from drsa_core.layer import eager, find_layer, positional_inputs
+from drsa_core.layer import batch_dependence, eager, find_layer, positional_inputs
 from drsa_core.lrp import check_exchangeable, is_additive
 from drsa_core.model_state import restored
 from drsa_core.nfnet import NFNetCanonizer
@@ -259,7 +259,7 @@ def validate(
     layer : str or module
         The concept layer.
     example : tensor, shape (N, …)
-        An input; one example of it is run, or all of a model in training mode.
+        An input; one example of it is run, or all if the output depends on the batch.
     registered : bool
         Whether the composite is on the model already. It is there afterwards, too.
     slot : {"relevance", "gradient"}, optional
@@ -274,7 +274,7 @@ def validate(
     """
     model = eager(model)
     layer_name, _ = find_layer(model, layer)
-    is_training = any(module.training for module in model.modules())
+    is_training = batch_dependence(model)[0] is not None
     example = (example if is_training else example[:1]).detach()
     canonizers = [] if composite is None else composite.canonizers
     keeps_output = all(getattr(type(canonizer), "keeps_output", False) is True for canonizer in canonizers)

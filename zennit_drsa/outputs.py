@@ -106,8 +106,7 @@ class ScoreOf:
 
     def of_example(self, i: int) -> Self:
         """The scores of example i of the batch that this was called with last."""
-        assert self._outputs is not None, "the scores of the batch come before those of an example"
-        return type(self)(self._attr_output, (self._outputs, i))
+        return self if self._outputs is None else type(self)(self._attr_output, (self._outputs, i))
 
 
 def _exchanged(batch: Tensor, i: int, row: Tensor) -> Tensor:

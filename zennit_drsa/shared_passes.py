@@ -7,10 +7,9 @@ autograd has computed that gradient in vain; here it is left out. Neither change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +28,10 @@ from ._zennit import (
 from .rules import ForwardRule
 
 
-@contextmanager
-def shared_passes(model: nn.Module, create_graph: bool = False) -> Iterator[Callable[[], None]]:
-    """Share what backward passes through one forward pass of the model, made in this context, have in common.
+class shared_passes:
+    """Context in which backward passes through one forward pass of the model share what they have in common.
 
-    With `NONLINEAR_RULES` the first pass below the layer must be that of the whole: its signs decide for all
-    passes, so that parts add up to the whole.
+    Call it before each backward pass below the layer.
 
     Parameters
     ----------
@@ -43,43 +40,47 @@ def shared_passes(model: nn.Module, create_graph: bool = False) -> Iterator[Call
     create_graph : bool
         Whether the results are to be differentiated again: then all gradients are computed.
 
-    Yields
-    ------
-    function
-        To be called before each backward pass.
+    Attributes
+    ----------
+    is_linear : bool
+        Whether there is none of the `NONLINEAR_RULES`. With these the first pass below the layer must be that
+        of the whole: its signs decide for all passes, so that parts add up to the whole.
     """
-    hooks = list(hooks_by_module(model))
-    signs: list[_SignPasses] = []
-    is_first = True
 
-    def start_pass() -> None:
-        nonlocal is_first
-        if is_first:  # what lies above the layer is passed once, before
-            for _, hook in hooks:
-                if is_basic(hook):
-                    vars(hook)["backward"] = _BasicPasses(hook).backward
-                elif type(hook) in NONLINEAR_RULES:
-                    signs.append(_SignPasses(hook))
-                    vars(hook)["backward"] = signs[-1].backward
-                elif type(hook) is ReLUBetaSmooth:
-                    vars(hook)["backward"] = _SmoothPasses(hook).backward
-        is_first = False
-        for sign in signs:
+    def __init__(self, model: nn.Module, create_graph: bool = False) -> None:
+        self._hooks = list(hooks_by_module(model))
+        self._skips_gradients, self._is_first = not create_graph, True
+        self._signs: list[_SignPasses] = []
+        self._handles: list[Any] = []
+        self.is_linear = not {type(hook) for _, hook in self._hooks} & set(NONLINEAR_RULES)
+
+    def __enter__(self) -> Self:
+        for module, hook in self._hooks:
+            if self._skips_gradients and replaces_gradient(hook):
+                vars(hook)["pre_backward"] = partial(_store, hook)
+                self._handles.append(module.register_forward_hook(partial(_cut, hook)))
+        return self
+
+    def __call__(self) -> None:
+        """A backward pass below the layer begins; what lies above was passed once, before."""
+        for _, hook in self._hooks if self._is_first else ():
+            if is_basic(hook):
+                vars(hook)["backward"] = _BasicPasses(hook).backward
+            elif type(hook) in NONLINEAR_RULES:
+                self._signs.append(_SignPasses(hook))
+                vars(hook)["backward"] = self._signs[-1].backward
+            elif type(hook) is ReLUBetaSmooth:
+                vars(hook)["backward"] = _SmoothPasses(hook).backward
+        self._is_first = False
+        for sign in self._signs:
             sign.n_met = 0
 
-    with ExitStack() as stack:
-        for module, hook in hooks:
-            if not create_graph and replaces_gradient(hook):
-                vars(hook)["pre_backward"] = partial(_store, hook)
-                stack.callback(vars(hook).pop, "pre_backward", None)
-                stack.callback(module.register_forward_hook(partial(_cut, hook)).remove)
-            stack.callback(vars(hook).pop, "backward", None)
-        yield start_pass
-
-
-def has_nonlinear_rules(hooks: Iterable[Hook]) -> bool:
-    """Whether there are rules that let pass parts by the signs of the whole."""
-    return any(isinstance(hook, NONLINEAR_RULES) for hook in hooks)
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for _, hook in self._hooks:
+            vars(hook).pop("pre_backward", None)
+            vars(hook).pop("backward", None)
 
 
 def check_differentiable(hooks: Iterable[Hook]) -> None:

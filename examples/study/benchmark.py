@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from drsa_audit.backends import SAMPLES, make_backend
-from drsa_audit.images import ClassImages, class_folders, find_classes
-from drsa_audit.networks import Network, load_network, with_gamma, with_upper_gamma
+from drsa_audit import Network, class_folders, load_network
+from drsa_audit.wrappers import NAMES as BACKENDS
 from drsa_core import concept_vectors
 
+from .backends import Backend, with_gamma, with_upper_gamma
 from .checks import check_by_ablation, check_stability, compare_gammas
+from .classes import ClassImages, find_classes
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
 from .jobs import LEARNED, LINES, SINGLE, Job, labelled_job, learned_job, of_concepts, random_job, single_job
@@ -61,7 +62,7 @@ class BenchmarkSettings:
     layer: str | None = field(
         default=None, metadata=about("default: blocks.4, features.22 (Conv4_3), layer4 or stages.2", str)
     )
-    backend: str = field(default="lrp", metadata=about("attribution method", str, tuple(SAMPLES)))
+    backend: str = field(default="lrp", metadata=about("attribution method", str, tuple(BACKENDS)))
     classes: tuple[str, ...] | None = field(
         default=None, metadata=about("indices or folder names; default: all", str)
     )
@@ -254,12 +255,12 @@ def _run_stages(
     for stage, where, jobs in _plan(settings, layer):
         if stage in settings.stages:
             rules = _rules(settings, network, where)
-            backend = make_backend(settings.backend, rules, where, settings.samples)
+            backend = Backend(settings.backend, rules, where, settings.samples)
             records += experiment.run(stage, where, backend, classes if stage == "main" else fewer, jobs)
     if "attribution" in settings.stages:
         rules = _rules(settings, network, layer)
         records += experiment.run_attributions(settings.attributions, classes, settings.samples, rules)
-    backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
+    backend = Backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
     concepts = [job for job in _main_jobs(settings) if of_concepts(job).dims is None]
     if "ablation" in settings.stages:
         records += check_by_ablation(experiment, layer, backend, classes, concepts)
@@ -285,7 +286,7 @@ def _fit_class_vectors(
     """Concept vectors of IBD where the only labels are those of the classes."""
     if len(classes) < 3:
         raise ValueError("vectors of two classes point in opposite directions; give photographs of three")
-    backend = make_backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
+    backend = Backend(settings.backend, _rules(settings, network, layer), layer, settings.samples)
     pairs = [experiment.pairs(layer, backend, images) for images in classes]
     labels = torch.arange(len(pairs)).repeat_interleave(torch.tensor([len(part) for part in pairs]))
     np.save(_vectors_file(settings), concept_vectors(torch.cat([p.a for p in pairs]), labels).numpy())

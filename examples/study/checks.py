@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from drsa_audit.backends import Backend, make_backend, repeatable
-from drsa_audit.images import ClassImages
-from drsa_audit.networks import with_gamma, with_upper_gamma
+from drsa_audit.wrappers import repeatable
 from drsa_core import Pairs, Subspaces
 from drsa_core.evaluation import compare_ablations
 from drsa_core.stability import match
 
+from .backends import Backend, with_gamma, with_upper_gamma
+from .classes import ClassImages
 from .experiment import Experiment, Record, write_json
 from .jobs import Job, learned_job, of_concepts
 
@@ -41,7 +41,7 @@ def check_by_ablation(
                 for job in missing
             ]
             with repeatable():
-                results = compare_ablations(backend.explainer(None), inputs, target, found)
+                results = compare_ablations(backend.explainer(), inputs, target, found)
             for job, result in zip(missing, results, strict=True):
                 about = _about("ablation", layer, images, job) | {"files": names}
                 values = {"relevance": result.relevance.tolist(), "drop": result.drop.tolist()}
@@ -97,7 +97,7 @@ def compare_gammas(
         network = with_gamma(experiment.network, gamma)
         if upper_gamma is not None:
             network = with_upper_gamma(network, layer, upper_gamma)
-        backend = make_backend("lrp", network, layer)
+        backend = Backend("lrp", network, layer)
         for images in classes:
             file = experiment.out / "results" / "gamma" / layer / images.name / f"{gamma:g}.json"
             if not file.exists():

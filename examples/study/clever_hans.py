@@ -28,7 +28,6 @@ from drsa_core.checks import (
     as_seed,
     check_finite,
     check_matrix,
-    torch_generator,
     unit_rows,
 )
 from scipy.cluster.vq import ClusterError, kmeans2, vq
@@ -72,7 +71,10 @@ def poison(
     spare, rate = as_int(spare, "spare"), as_float(rate, "rate (25 % is 0.25)", 0, 1)
     if not watermarks:
         raise ValueError("watermarks must hold at least one function from image to image")
-    generator = torch_generator(random_state)
+    generator = torch.Generator()
+    generator.manual_seed(
+        generator.seed() if random_state is None else as_int(random_state, "random_state", 0)
+    )
     candidates = (labels != spare).nonzero()[:, 0]
     chosen = candidates[torch.randperm(len(candidates), generator=generator)[: round(rate * len(candidates))]]
     images, poisoned = images.clone(), torch.zeros(len(images), dtype=torch.bool)

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from drsa_audit.backends import Backend, make_backend
-from drsa_audit.images import ClassImages, load_images
-from drsa_audit.networks import Network
-from drsa_audit.opening import describe_preprocessing
+from drsa_audit import Network, load_images
 from drsa_audit.work import files_digest
 from drsa_core import Pairs, PairStore, Subspaces, model_fingerprint
 from drsa_core.evaluation import (
@@ -29,6 +26,8 @@ from drsa_core.evaluation import (
 from drsa_core.storage import remove_leftovers, write_atomically
 from torch import Tensor
 
+from .backends import Backend
+from .classes import ClassImages
 from .jobs import Job, Reading
 
 Record: TypeAlias = dict[str, Any]
@@ -115,7 +114,7 @@ class Experiment:
         file = self.out / "network.json"
         here = {
             "fingerprint": model_fingerprint(self.network.model),
-            "preprocessing": describe_preprocessing(self.network),
+            "preprocessing": self.network.describe_preprocessing(),
         }
         if file.exists():
             before = json.loads(file.read_text())
@@ -224,7 +223,7 @@ class Experiment:
         if kind == "noise":
             maps = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(images.index))
         else:
-            backend = make_backend(kind, rules, "", samples)
+            backend = Backend(kind, rules, "", samples)
             maps = torch.cat([backend.attribute(x, target) for x in inputs.split(self.batch_size)])
         seconds = time.perf_counter() - begin
         scores = self.evaluate(inputs, maps[:, None].float(), target)
@@ -310,7 +309,6 @@ class Experiment:
             schedule=self.evaluation.schedule,
             fill=self.evaluation.fill,
             batch_size=8,
-            workers=torch.get_num_threads(),
         )
         return {
             "aupc": curves.aupc.tolist(),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from drsa_core import Subspaces
 from drsa_core.evaluation import Summary
-from drsa_core.plot import delta_aupc_bars, flipping_curves, scores_against, training_curves
 
+from .curves import delta_aupc_bars, flipping_curves, scores_against, training_curves
 from .experiment import Record
 from .results import Results, Series, depth_of, on_common_images
 from .summary import gains, with_main

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from drsa_core.checks import as_float_tensor, as_int, check_finite
-from drsa_core.plot.style import colour_limits, draw_map, number, pooled
+from drsa_core.plot.maps import colour_limits, draw_map, pooled
+from drsa_core.plot.style import concept_names as names_of_concepts
+from drsa_core.plot.style import number
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from .clever_hans import RocCurve
 from .matching import ClassConceptTable, check_labelled, names_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def roc_curves(curves: Mapping[str, RocCurve], title: str | None = None) -> Figure:
@@ -26,8 +25,6 @@ def roc_curves(curves: Mapping[str, RocCurve], title: str | None = None) -> Figu
     curves : mapping from str to RocCurve
         E.g. `{"DRSA S4": roc_curve(scores[:, 3], labels), "SpRAy 1": …}`.
     """
-    from matplotlib.figure import Figure
-
     if not curves:
         raise ValueError("curves must hold at least one RocCurve")
     figure = Figure(figsize=(4.6, 4.4), layout="constrained")
@@ -56,8 +53,6 @@ def confusion_matrices(matrices: Mapping[str, Tensor], names: Sequence[str] | No
     names : sequence of str, optional
         Names of the classes. Default: their numbers.
     """
-    from matplotlib.figure import Figure
-
     if not matrices:
         raise ValueError("matrices must hold at least one confusion matrix")
     for title, matrix in matrices.items():
@@ -118,8 +113,6 @@ def relevance_boxes(
     concept_names : sequence of str, optional
         Names of the K concepts. Default: S1, S2, …
     """
-    from matplotlib.figure import Figure
-
     relevance, labels = check_labelled(relevance, labels)
     class_names = names_of(names, table.classes)
     n_concepts = relevance.shape[1]
@@ -127,7 +120,7 @@ def relevance_boxes(
         raise ValueError(
             f"the table is of {len(table.overall_quantiles)} concepts, relevance of {n_concepts}"
         )
-    titles = _concept_names(concept_names, n_concepts)
+    titles = names_of_concepts(concept_names, n_concepts)
     missing = set(table.classes) - set(labels.tolist())
     if missing:
         raise ValueError(f"labels hold no image of the table's classes {sorted(missing)}")
@@ -182,14 +175,12 @@ def relevance_scatter(
     concept_names : sequence of str, optional
         Names of the K concepts. Default: S1, S2, …
     """
-    from matplotlib.figure import Figure
-
     relevance, labels = check_labelled(relevance, labels)
     n_concepts = relevance.shape[1]
     concepts = tuple(as_int(k, "every entry of concepts") for k in concepts)  # type: ignore[assignment]
     if len(concepts) != 3 or not all(0 <= k < n_concepts for k in concepts):
         raise ValueError(f"concepts must be three numbers below K = {n_concepts}, got {concepts}")
-    titles = _concept_names(concept_names, n_concepts)
+    titles = names_of_concepts(concept_names, n_concepts)
     figure = Figure(figsize=(5.6, 4.8), layout="constrained")
     axis = figure.add_subplot(projection="3d")
     for label in labels.unique().tolist():
@@ -200,16 +191,6 @@ def relevance_scatter(
     axis.legend(loc="upper left", fontsize=8)
     axis.view_init(elev=22, azim=35)
     return figure
-
-
-def _concept_names(names: Sequence[str] | None, n_concepts: int) -> list[str]:
-    if names is None:
-        return [f"S{k + 1}" for k in range(n_concepts)]
-    if len(names) != n_concepts:
-        raise ValueError(
-            f"concept_names must be {n_concepts} strings, one for each concept, got {len(names)}"
-        )
-    return [str(name) for name in names]
 
 
 def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], names: Sequence[str]) -> Figure:
@@ -228,8 +209,6 @@ def known_concepts(image: Tensor, masks: Tensor, maps: Mapping[str, Tensor], nam
     names : sequence of str
         Names of the M concepts.
     """
-    from matplotlib.figure import Figure
-
     if image.ndim != 3 or len(image) != 1 or masks.shape[1:] != image.shape[1:] or not maps:
         raise ValueError(
             "image must have shape (1, H, W), masks (M, H, W), and there must be maps; "
@@ -298,8 +277,6 @@ def manipulated_map(
     pool : int
         Average over squares of so many pixels.
     """
-    from matplotlib.figure import Figure
-
     for maps, name in ((original, "original"), (manipulated, "manipulated")):
         if maps.shape != (2, *target_map.shape):
             raise ValueError(

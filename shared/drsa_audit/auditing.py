@@ -1,60 +1,45 @@
-"""`audit`: from two folders of images to a report, in one call."""
+"""Whole runs: learn concepts, explain images by them, evaluate them, or all of it with a report."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import math
 import os
 import shlex
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from drsa_core import Pairs, Subspaces, model_fingerprint
-from drsa_core.storage import versions
-from torch import nn
+from drsa_core.evaluation import peakness, separability
+from drsa_core.storage import read_json, versions, write_atomically, write_json
+from torch import Tensor, nn
 
-from .audit_steps import Explained, explain, flip_patches, noted, relevance_of
-from .backend_choice import NAMES
-from .concepts import Learned, take_out
-from .errors import BadInput
-from .fitting import FitSettings, Training, collect_class, learn_class, open_training
-from .folders import ImageFiles, find_files
-from .networks import Network
-from .progress import Progress
-from .record import AuditRecord
+from .findings import shares
+from .folders import ImageFiles, TargetClass, check_folder, find_files, find_target
+from .networks import Network, count_outputs, open_network
+from .progress import BadInput, Progress
 from .report import Verdict, make_verdict, write_report
-from .session import Session
-from .work import check_out, files_digest
+from .results import AuditRecord, Explained
+from .session import Session, open_session
+from .settings import AuditSettings, EvaluateSettings, ExplainSettings, FitSettings
+from .steps import Learned, ablate, collect, explain, flip_patches, learn, relevance_of
+from .work import Work, check_out, files_digest, subspaces_digest, work_folder
+from .wrappers import NAMES
 
 #: Images of other classes, at most, whose concepts are looked at: in all, and of one class.
 MAX_OTHERS, MAX_OF_ONE_CLASS = 60, 10
 SUBSPACES = "subspaces.safetensors"
-#: Options of the command that are not called as the setting.
-_OPTIONS = {"channel_order": "--channels"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditSettings(FitSettings):
-    """What decides an audit, beside what `FitSettings` and `ModelSettings` hold.
-
-    Attributes
-    ----------
-    test : path
-        Folder of images to show the concepts on, or of class folders.
-    test_images : int
-        At most so many of the class.
-    flipping, ablation : bool
-        Whether to run these evaluations.
-    names : dict or list, optional
-        Names of the concepts.
-    """
-
-    test: Path
-    test_images: int = 40
-    flipping: bool = True
-    ablation: bool = True
-    names: dict[str, str] | list[str] | None = None
+#: Which pictures `run_explain` has written into a folder.
+PICTURES = "pictures.json"
+#: Pictures: squares of so many pixels have one colour, which calms the grain; dots per inch.
+POOL, DPI = 4, 90
 
 
 @dataclass(frozen=True)
@@ -82,7 +67,6 @@ class Audit:
 
     def summary(self) -> dict[str, Any]:
         """The audit in a few entries that JSON can hold."""
-        names = self.subspaces.names
         return {
             "report": str(self.report),
             "work": str(self.work),
@@ -93,7 +77,7 @@ class Audit:
             "facts": [self.in_words(fact) for fact in self.verdict.facts],
             "look_first": [self.in_words(caution.text) for caution in self.verdict.look_first],
             "be_careful": [self.in_words(caution.text) for caution in self.verdict.cautions],
-            "shares": dict(zip(names, self.verdict.shares.tolist(), strict=True)),
+            "shares": dict(zip(self.subspaces.names, self.verdict.shares.tolist(), strict=True)),
             "stability": self.record.stability,
             "certificate": self.explained.certificate,
             "seconds": self.record.seconds,
@@ -140,8 +124,7 @@ def audit(
     'report.html'
     """
     known = {field.name for field in fields(AuditSettings)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
+    if unknown := sorted(set(settings) - known):
         raise TypeError(f"audit has no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
     chosen = AuditSettings(
         model=model, train=Path(train), test=Path(test), target=target, out=Path(out), **settings
@@ -149,63 +132,161 @@ def audit(
     return run_audit(chosen, progress if isinstance(progress, Progress) else Progress(progress))
 
 
+@dataclass(frozen=True)
+class Training:
+    """The images that concepts are learned from, with the session and its folder; `key` decides the pairs."""
+
+    session: Session
+    work: Work
+    inputs: Tensor
+    key: dict[str, Any]
+
+    def learn(self, settings: FitSettings) -> tuple[Learned, Pairs, dict[str, Any]]:
+        """Concepts, the pairs that they are learned from, and what decided them."""
+        pairs = collect(self.session, self.work, self.inputs, settings.positions, self.key)
+        chosen = {name: getattr(settings, name) for name in ("subspaces", "balance", "stability")}
+        key = {**self.key, **chosen}
+        return learn(self.session, self.work, pairs, settings, key), pairs, key
+
+
+def run_fit(settings: FitSettings, progress: Progress) -> Learned:
+    """Learn the concepts of a class and save them; a run that was interrupted goes on."""
+    learned, _, _ = open_training(settings, progress).learn(settings)
+    learned.subspaces.save(settings.out)
+    return learned
+
+
+def open_training(settings: FitSettings, progress: Progress, *folders: Path) -> Training:
+    """Resolve model, class, files, layer and method; nothing long is begun before all of them are right.
+
+    Parameters
+    ----------
+    *folders : path
+        Further folders, in which names of classes may be found.
+    """
+    check_out(settings.out)
+    with progress.step("prepare", "Loading the model and the images"):
+        for folder in (settings.train, *folders):
+            check_folder(folder)
+        network = open_network(settings)
+        target = find_target(
+            network, count_outputs(network), str(settings.target), [settings.train, *folders]
+        )
+        files = find_files(settings.train, target, settings.train_images)
+        if files.doubt:
+            if not settings.force:
+                raise BadInput(f"{files.doubt}; --force learns from them all the same")
+            progress.note(files.doubt)
+        where = work_folder(settings.out, settings.work)
+        where_learned = settings.layer, settings.channel_dim
+        session = open_session(settings, network, target, files.own, progress, *where_learned)
+        if session.layer.is_cut is False:
+            progress.note(f"paths go around layer {session.layer.name}: what takes them is in no concept map")
+        inputs, _, _ = session.read(files.own)
+        key = {**session.decided_by(files.own), "positions": settings.positions}
+        return Training(session, Work(where), inputs, key)
+
+
 def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     """As `audit`, with all settings in one value."""
-    check_out(settings.out)
-    training = open_training(settings, progress, (settings.test,))
-    session, work, forward = training.session, training.work, training.forward
+    training = open_training(settings, progress, settings.test)
+    session, work = training.session, training.work
     test = find_files(settings.test, session.target, settings.test_images)
-    pairs = collect_class(training, settings)
-    learned, key = learn_class(training, settings, pairs)
+    learned, pairs, key = training.learn(settings)
     subspaces = named(learned.subspaces, settings.names)
     subspaces.save(work.folder / SUBSPACES)
     if test.doubt:
         progress.note(test.doubt)
     on_test = {**key, "test": files_digest(test.own), "names": [file.name for file in test.own]}
-    folder = work.place("explained", on_test)
-    explained = explain(session, test.own, subspaces, folder, forward)
+    explained = explain(session, work, test.own, subspaces, "explained", on_test)
     if known := _n_known(training, explained):
         progress.note(
             f"{known} of {len(explained)} test images are among those that the concepts were learned from: "
             "they say nothing about new images"
         )
+    what = "images that were learned from"
     evidence = {
         "train_relevance": work.remembered(
-            "relevance-train",
-            key,
-            lambda: relevance_of(
-                session, training.inputs, subspaces, "images that were learned from", forward
-            ).tolist(),
+            "relevance-train", key, lambda: relevance_of(session, training.inputs, subspaces, what).tolist()
         ),
-        "other_classes": _others(training, test, subspaces, on_test),
-        "flipping": flip_patches(session, explained, work, on_test, forward) if settings.flipping else None,
-        "ablation": _ablation(training, explained, subspaces, pairs, on_test) if settings.ablation else None,
+        "other_classes": _others(session, work, test, subspaces, on_test),
+        "flipping": flip_patches(session, work, explained, on_test) if settings.flipping else None,
+        "ablation": ablate(session, work, explained, subspaces, pairs, on_test)
+        if settings.ablation
+        else None,
     }
     with progress.step("report", "Writing the report"):
-        record = _record(settings, training, learned, folder, evidence)
+        record = AuditRecord(
+            subspaces=SUBSPACES,
+            explained=work.place("explained", on_test).name,
+            n_train=len(training.inputs),
+            history=learned.history,
+            stability=learned.stability,
+            choice_of_k=learned.choice,
+            command=command_of(settings),
+            **_about(settings, session),
+            **evidence,
+        )
         record.save(work.folder)
         write_report(work.folder, settings.out)
     return Audit(settings.out, work.folder, make_verdict(record, explained), record, explained, subspaces)
 
 
+def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]:
+    """Write a picture of each image with its maps, relevance.csv, and the maps themselves."""
+    work = Work(settings.out)
+    session, subspaces, explained, _ = _explained(settings, work, progress)
+    with (
+        progress.step("pictures", f"Drawing {len(explained)} pictures"),
+        _only_new_pictures(work.folder, [_picture(n, name) for n, name in enumerate(explained.names)]),
+    ):
+        _draw(explained, subspaces, work.folder)
+    _write_table(explained, subspaces, work.folder / "relevance.csv")
+    return {
+        "out": str(settings.out),
+        "images": len(explained),
+        "target": session.target.name,
+        "method": session.choice.reason,
+        "shares": dict(zip(subspaces.names, shares(explained.relevance).tolist(), strict=True)),
+        "certificate": explained.certificate,
+        "seconds": progress.seconds,
+    }
+
+
+def run_evaluate(settings: EvaluateSettings, progress: Progress) -> dict[str, Any]:
+    """Patch flipping, ablation, scores of the maps, and the certificate, as JSON."""
+    check_out(settings.out)
+    work = Work(work_folder(settings.out))
+    session, subspaces, explained, key = _explained(settings, work, progress)
+    maps = explained.maps[:, :, None]
+    result = {
+        "images": len(explained),
+        "target": session.target.name,
+        "method": session.choice.reason,
+        "flipping": flip_patches(session, work, explained, key),
+        "ablation": ablate(session, work, explained, subspaces, None, key),
+        "separability": float(separability(maps).mean()),
+        "peakness": float(peakness(maps).mean()),
+        "certificate": explained.certificate,
+        "notes": progress.notes,
+        "seconds": progress.seconds,
+    }
+    write_json(settings.out, result)
+    return result
+
+
 def rename_concepts(folder: Path, names: dict[str, str] | list[str] | None) -> Subspaces:
     """Give the concepts in the work folder of an audit other names; they are returned."""
     file = folder / AuditRecord.load(folder).subspaces
-    subspaces = Subspaces.load(file)
+    subspaces = named(Subspaces.load(file), names)
     if names is not None:
-        subspaces = named(subspaces, names)
         subspaces.save(file)
     return subspaces
 
 
 def named(subspaces: Subspaces, names: dict[str, str] | list[str] | None) -> Subspaces:
-    """The subspaces under other names; `BadInput` if these do not fit."""
-    if names is None:
-        return subspaces
-    try:
-        return subspaces.renamed(names)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+    """The subspaces under other names, if there are any."""
+    return subspaces if names is None else subspaces.renamed(names)
 
 
 def command_of(settings: AuditSettings) -> str:
@@ -215,7 +296,7 @@ def command_of(settings: AuditSettings) -> str:
         value = getattr(settings, field.name)
         if field.name in ("model", "names") or value == field.default:
             continue
-        option = _OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
+        option = field.metadata.get("name", f"--{field.name.replace('_', '-')}")
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-"))
         elif isinstance(value, Path) or field.name == "weights":
@@ -237,43 +318,36 @@ def _model_word(settings: AuditSettings) -> str:
     return os.path.abspath(settings.model) if settings.model.endswith(".safetensors") else settings.model
 
 
-def _record(
-    settings: AuditSettings, training: Training, learned: Learned, folder: Path, evidence: dict[str, Any]
-) -> AuditRecord:
-    session, model = training.session, training.session.network.model
-    return AuditRecord(
-        model={
-            "name": settings.name,
-            "kind": type(model).__name__,
-            "fingerprint": model_fingerprint(model),
+def _about(settings: AuditSettings, session: Session) -> dict[str, Any]:
+    """What the record says of the run, with what was chosen where the user named nothing."""
+    network, layer, choice, target = session.network, session.layer, session.choice, session.target
+    shown = {
+        field.name: getattr(settings, field.name)
+        for field in fields(AuditSettings)
+        if field.name not in ("model", "names", "out", "work")
+    }
+    shown |= {"layer": layer.name, "size": network.size, "resize": network.resize, "device": network.device}
+    return {
+        "model": {
+            "name": settings.model_name,
+            "kind": type(network.model).__name__,
+            "fingerprint": model_fingerprint(network.model),
         },
-        target={"name": session.target.name, "index": session.target.index, "output": session.target.output},
-        layer={
-            "name": session.layer.name,
-            "kind": session.layer.kind,
-            "shape": list(session.layer.shape or ()),
+        "target": {"name": target.name, "index": target.index, "output": target.output},
+        "layer": {"name": layer.name, "kind": layer.kind, "shape": list(layer.shape or ())},
+        "method": {
+            "backend": choice.backend,
+            "name": NAMES[choice.backend],
+            "reason": choice.reason,
+            "is_other": choice.is_other,
         },
-        method={
-            "backend": session.choice.backend,
-            "name": NAMES[session.choice.backend],
-            "reason": session.choice.reason,
-            "is_other": session.choice.is_other,
-        },
-        doctor=session.choice.examination,
-        subspaces=SUBSPACES,
-        explained=folder.name,
-        n_train=len(training.inputs),
-        history=learned.history,
-        stability=learned.stability,
-        choice_of_k=learned.choice,
-        settings=_settings(settings, session),
-        versions=versions(),
-        seconds=dict(session.progress.seconds),
-        notes=list(session.progress.notes),
-        command=command_of(settings),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        **evidence,
-    )
+        "doctor": choice.examination,
+        "settings": {name: value if value is None else str(value) for name, value in shown.items()},
+        "versions": versions(),
+        "seconds": dict(session.progress.seconds),
+        "notes": list(session.progress.notes),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _n_known(training: Training, explained: Explained) -> int:
@@ -286,59 +360,116 @@ def _n_known(training: Training, explained: Explained) -> int:
     return sum(image in learned for image in tested)
 
 
-def _ablation(
-    training: Training, explained: Explained, subspaces: Subspaces, pairs: Pairs, key: dict[str, Any]
-) -> Any:
-    """What taking concepts out of the network does."""
-    session, work = training.session, training.work
-
-    def run() -> Any:
-        estimate = training.forward * len(explained) * 4 * (6 + subspaces.n_subspaces)
-        with session.progress.step("ablation", f"Taking concepts out of {len(explained)} images", estimate):
-            inputs = session.network.preprocessing.to_inputs(explained.pixels).to(session.device)
-            return take_out(session, inputs, subspaces, pairs)
-
-    with noted(session, work.place("ablation", key, ".notes.json")):
-        return work.remembered("ablation", key, run)
-
-
 def _others(
-    training: Training, test: ImageFiles, subspaces: Subspaces, key: dict[str, Any]
+    session: Session, work: Work, test: ImageFiles, subspaces: Subspaces, key: dict[str, Any]
 ) -> dict[str, list[list[float]]]:
     """R_k of some images of other classes, for the explained class."""
-    session, names = training.session, list(test.others)
+    names = list(test.others)
     each = min(MAX_OF_ONE_CLASS, max(1, MAX_OTHERS // max(1, len(names))))
     found = {}
     for name in names[:MAX_OTHERS]:
         files = test.others[name][:each]
         try:
             inputs, _, _ = session.read(files)  # also where R_k are known: what cannot be read is noted
-        except BadInput:
+        except ValueError:
             session.progress.note(f"no image of {name} can be read; the class is left out")
             continue
-        found[name] = training.work.remembered(
+        found[name] = work.remembered(
             "relevance-class",
             {**key, "class": name, "files": files_digest(files)},
             lambda name=name, inputs=inputs: relevance_of(  # type: ignore[misc]
-                session, inputs, subspaces, f"images of {name}", training.forward
+                session, inputs, subspaces, f"images of {name}"
             ).tolist(),
         )
     return found
 
 
-def _settings(settings: AuditSettings, session: Session) -> dict[str, Any]:
-    """All settings as text, with what was chosen where the user named nothing."""
-    shown = {
-        field.name: getattr(settings, field.name)
-        for field in fields(AuditSettings)
-        if field.name not in ("model", "names", "out", "work")
+def _explained(
+    settings: ExplainSettings, work: Work, progress: Progress
+) -> tuple[Session, Subspaces, Explained, dict[str, Any]]:
+    """Images explained by subspaces from a file, and what decided it."""
+    with progress.step("prepare", "Loading the model and the images"):
+        subspaces = Subspaces.load(settings.concepts)
+        made, channel_dim = subspaces.provenance, settings.channel_dim
+        network = open_network(settings)
+        if settings.target is not None:
+            target = find_target(network, count_outputs(network), str(settings.target), [settings.images])
+        elif made is None or not isinstance(made.target, int):
+            raise BadInput(f"{settings.concepts} does not say which class it is for; name it with --target")
+        else:
+            about = subspaces.metadata.get("explained_class", {})
+            index = about.get("index", made.target)
+            target = TargetClass(made.target, index, about.get("name", f"class {index}"))
+        found = find_files(settings.images, target)
+        if found.doubt:
+            progress.note(found.doubt)
+        if made is not None and channel_dim is None:
+            channel_dim = made.channel_dim
+        layer = None if made is None else made.layer
+        session = open_session(settings, network, target, found.own, progress, layer, channel_dim)
+        if session.layer.n_features != subspaces.n_features:
+            raise BadInput(
+                f"{settings.concepts} has {subspaces.n_features} features, but layer {session.layer.name} of "
+                f"{settings.model_name} has {session.layer.n_features}"
+            )
+    key = {
+        **session.decided_by(found.own),
+        "subspaces": subspaces_digest(subspaces),
+        "names": [file.name for file in found.own],
     }
-    network = session.network
-    shown |= {
-        "layer": session.layer.name,
-        "size": network.size,
-        "resize": network.resize,
-        "samples": session.samples,
-        "device": str(session.device),
-    }
-    return {name: value if value is None else str(value) for name, value in shown.items()}
+    return session, subspaces, explain(session, work, found.own, subspaces, "maps", key), key
+
+
+def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
+    """For each image a row: photograph, standard map, concept maps, with names and totals."""
+    from drsa_core.plot import concept_maps
+
+    pool = POOL if explained.maps.shape[-1] % POOL == explained.maps.shape[-2] % POOL == 0 else 1
+    for n, name in enumerate(explained.names):
+        title = f"{name}: score {float(explained.score[n]):.3g}"
+        figure = concept_maps(
+            explained.pixels[n],
+            explained.maps[n],
+            subspaces.names,
+            whole=explained.whole[n],
+            title=title,
+            pool=pool,
+        )
+        file = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks
+            figure.savefig(file, format="png", dpi=DPI)
+        write_atomically(folder / _picture(n, name), file.getvalue())
+
+
+def _picture(n: int, name: str) -> str:
+    # Names of files have at most 255 bytes, also while they are written under a longer one.
+    stem = Path(name).stem.encode()[:200].decode(errors="ignore")
+    return f"{n:04d}_{stem}.png"
+
+
+@contextmanager
+def _only_new_pictures(folder: Path, names: list[str]) -> Iterator[None]:
+    """Write pictures of these names; those that an earlier run has written into the folder are then gone.
+
+    The folder keeps a list of what a run writes, so that no other file is touched.
+    """
+    kept = folder / PICTURES
+    before = set(read_json(kept)) if kept.exists() else set()
+    write_json(kept, sorted(before | set(names)))  # a run that is interrupted leaves some of both
+    yield
+    for name in before - set(names):
+        if Path(name).name == name and name.endswith(".png"):
+            (folder / name).unlink(missing_ok=True)
+    write_json(kept, names)
+
+
+def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None:
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["image", "score", "rank", *subspaces.names])
+    for n, name in enumerate(explained.names):
+        values = [float(explained.score[n]), *explained.relevance[n].tolist()]
+        shown = [f"{value:.6g}" if math.isfinite(value) else "" for value in values]
+        table.writerow([name, shown[0], int(explained.rank[n]) or "", *shown[1:]])
+    write_atomically(file, text.getvalue().encode())

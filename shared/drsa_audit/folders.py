@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import BadInput, printable
+import timm.data
+
 from .images import SUFFIXES
 from .networks import Network
+from .progress import BadInput, printable
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class ImageFiles:
     doubt: str | None = None
 
 
-def find_target(network: Network, n_outputs: int, wanted: str, folders: list[Path]) -> TargetClass:
+def find_target(network: Network, n_outputs: int, wanted: str, folders: Sequence[Path]) -> TargetClass:
     """The class of a number or a name.
 
     A name is looked for among the class folders (`235_german_shepherd`, or, where there is one folder for
@@ -47,8 +50,10 @@ def find_target(network: Network, n_outputs: int, wanted: str, folders: list[Pat
         If the model has no such class; close names are given. If it has several of that name.
     """
     of_folders = _names_of_folders(n_outputs, folders)
-    of_imagenet = imagenet_names() if n_outputs == 1000 and network.classes is None else {}
-    names = of_imagenet | of_folders
+    names = of_folders
+    if n_outputs == 1000 and network.classes is None:
+        info = timm.data.ImageNetInfo()
+        names = {i: info.index_to_description(i).split(",")[0] for i in range(1000)} | of_folders
     index = int(wanted) if re.fullmatch(r"[0-9]+", wanted) else _named(wanted, of_folders, names, n_outputs)
     try:
         output = network.output_of(index)
@@ -70,10 +75,7 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
     limit : int, optional
         At most so many of each class, the first ones by name.
     """
-    if not folder.exists():
-        raise BadInput(f"there is no folder {folder}")
-    if not folder.is_dir():
-        raise BadInput(f"{folder} is not a folder; give a folder of images, or of class folders")
+    check_folder(folder)
     here = images_in(folder)
     if here:
         inside = [path.name for path in _subfolders(folder) if images_in(path)]
@@ -83,24 +85,35 @@ def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> I
                 "that it is not clear which are meant; move the images away, or give one of the folders"
             )
         return ImageFiles(here[:limit], {}, _doubt(folder, target))
-    by_class = class_files(folder, None)
+    by_class = class_files(folder)
     own = [name for name in by_class if _is_of(name, target)]
     if len(own) != 1:
-        found = _some(list(by_class))
         which = "none of which" if not own else "more than one of which"
         raise BadInput(
-            f"{folder} holds the class folders {found}, {which} is of {target.name} ({target.index}); give "
-            "the folder of that class itself, or name it as in 235_german_shepherd"
+            f"{folder} holds the class folders {_some(list(by_class))}, {which} is of {target.name} "
+            f"({target.index}); give the folder of that class itself, or name it as in 235_german_shepherd"
         )
-    labels = _labels(list(by_class))
-    others = {labels[name]: files[:limit] for name, files in by_class.items() if name != own[0]}
+    shared = Counter(label(name) for name in by_class)
+    others = {
+        # Where several classes have one name, with the number: "517 crane".
+        label(name) if shared[label(name)] == 1 else printable(name.replace("_", " ")): files[:limit]
+        for name, files in by_class.items()
+        if name != own[0]
+    }
     return ImageFiles(by_class[own[0]][:limit], others)
 
 
-def class_files(folder: Path, limit: int | None) -> dict[str, list[Path]]:
-    """The images in each class folder of a folder, by its name; of each at most `limit`, the first ones."""
+def check_folder(folder: Path) -> None:
+    """Refuse what is no folder."""
+    if not folder.exists():
+        raise BadInput(f"there is no folder {folder}")
     if not folder.is_dir():
-        raise BadInput(f"{folder} is not a folder; give a folder of class folders")
+        raise BadInput(f"{folder} is not a folder; give a folder of images, or of class folders")
+
+
+def class_files(folder: Path, limit: int | None = None) -> dict[str, list[Path]]:
+    """The images in each class folder of a folder, by its name; of each at most `limit`, the first ones."""
+    check_folder(folder)
     by_class = {path.name: images_in(path)[:limit] for path in _subfolders(folder)}
     by_class = {name: files for name, files in by_class.items() if files}
     if not by_class:
@@ -108,32 +121,29 @@ def class_files(folder: Path, limit: int | None) -> dict[str, list[Path]]:
     return by_class
 
 
+def images_in(folder: Path) -> list[Path]:
+    """The images in a folder itself, in order; with links to files that are gone, which cannot be read."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.suffix.lower() in SUFFIXES and not file.is_dir() and not file.name.startswith(".")
+    )
+
+
 def label(name: str) -> str:
     """The name of a class folder without its number: "235_german_shepherd" ↦ "german shepherd"."""
     return printable(re.sub(r"^\d+_", "", name).replace("_", " ") or name)
 
 
-def _labels(names: list[str]) -> dict[str, str]:
-    """Labels of class folders, by their names; where several have one, with the number: "517 crane"."""
-    plain = {name: label(name) for name in names}
-    shared = {text for text, n in Counter(plain.values()).items() if n > 1}
-    numbered = {name: printable(name.replace("_", " ")) for name in names}
-    return {name: numbered[name] if text in shared else text for name, text in plain.items()}
-
-
-def imagenet_names() -> dict[int, str]:
-    """Names of ImageNet's 1000 classes, if timm is installed."""
-    try:
-        import timm.data
-    except ImportError:
-        return {}
-    info = timm.data.ImageNetInfo()
-    return {index: info.index_to_description(index).split(",")[0] for index in range(1000)}
+def number_of(folder_name: str) -> int | None:
+    """The number at the beginning of the name of a class folder."""
+    found = re.match(r"(\d+)(_|$)", folder_name)
+    return int(found[1]) if found else None
 
 
 def _named(wanted: str, of_folders: dict[int, str], names: dict[int, str], n_outputs: int) -> int:
     """The index of the class of a name, e.g. "german_shepherd" or "235_german_shepherd"."""
-    number = re.match(r"([0-9]+)_", wanted)
+    number = number_of(wanted)
     plain = _plain(re.sub(r"^[0-9]+_", "", wanted))
     found = [index for index, name in of_folders.items() if _plain(name) == plain]
     # The user's own folders say more than a list of a thousand names, of which some occur twice.
@@ -144,39 +154,31 @@ def _named(wanted: str, of_folders: dict[int, str], names: dict[int, str], n_out
         advice = "" if close else f"; give the number of the output, 0 to {n_outputs - 1}"
         raise BadInput(f"the model has no class {wanted!r} that is known by name{near}{advice}")
     listed = " and ".join(map(str, sorted(found)))
-    if number and int(number[1]) not in found:
-        raise BadInput(f"{wanted!r} says class {int(number[1])}, but {names[found[0]]} is class {listed}")
-    if number:
-        return int(number[1])
-    if len(found) > 1:
+    if number is not None and number not in found:
+        raise BadInput(f"{wanted!r} says class {number}, but {names[found[0]]} is class {listed}")
+    if number is None and len(found) > 1:
         raise BadInput(f"more than one class is called {wanted!r}: {listed}; give the number of one of them")
-    return found[0]
+    return found[0] if number is None else number
 
 
 def _doubt(folder: Path, target: TargetClass) -> str | None:
     """Why the images of a folder may be of another class than the explained one."""
     name = folder.absolute().name
-    number = re.match(r"([0-9]+)_", name)
-    if number is None or int(number[1]) == target.index:
+    number = number_of(name) if "_" in name else None
+    if number is None or number == target.index:
         return None
     return (
-        f"the folder {name} is by its name of class {int(number[1])}, but the explained class is "
-        f"{target.index} ({target.name})"
+        f"the folder {name} is by its name of class {number}, but the explained class is {target.index} "
+        f"({target.name})"
     )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-
-
-def _names_of_folders(n_outputs: int, folders: list[Path]) -> dict[int, str]:
+def _names_of_folders(n_outputs: int, folders: Sequence[Path]) -> dict[int, str]:
     names: dict[int, str] = {}
     for folder in folders:
         found = [path.name for path in _subfolders(folder)] if folder.is_dir() else []
         # A folder of images of one class may carry the class in its own name.
-        for name in [folder.name, *found]:
-            if match := re.match(r"(\d+)_", name):
-                names[int(match[1])] = label(name)
+        names |= {int(m[1]): label(n) for n in [folder.name, *found] if (m := re.match(r"(\d+)_", n))}
         if len(found) == n_outputs and not any(re.match(r"\d", name) for name in found):
             names |= {i: label(name) for i, name in enumerate(sorted(found))}
     return names
@@ -186,22 +188,13 @@ def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def images_in(folder: Path) -> list[Path]:
-    """The images in a folder itself, in order; with links to files that are gone, which cannot be read."""
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if file.suffix.lower() in SUFFIXES
-        and (file.is_file() or (file.is_symlink() and not file.exists()))
-        and not file.name.startswith(".")
-    )
-
-
 def _is_of(folder_name: str, target: TargetClass) -> bool:
-    match = re.match(r"(\d+)(_|$)", folder_name)
-    if match:
-        return int(match[1]) == target.index
-    return _plain(folder_name) == _plain(target.name)
+    number = number_of(folder_name)
+    return _plain(folder_name) == _plain(target.name) if number is None else number == target.index
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Folders of photographs that are named after their class, e.g. `281_tabby`, as pixels in [0, 1]."""
+"""Photographs from files, as pixels in [0, 1]; folders of them that are named after their class."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from .progress import one_line, printable
+
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp")
 #: What Pillow's decoders raise on a damaged file.
 DAMAGES = (
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 
 
@@ -43,16 +37,6 @@ class ClassFolder:
     def label(self) -> str:
         """The folder's name without the index, e.g. "tabby"."""
         return self.name.partition("_")[2].replace("_", " ") or self.name
-
-
-@dataclass(frozen=True)
-class ClassImages:
-    """Images of one class: index of the class, name of its folder, files to learn from and to evaluate on."""
-
-    index: int
-    name: str
-    train: list[Path]
-    val: list[Path]
 
 
 def photo_files(folder: Path) -> list[Path]:
@@ -92,31 +76,6 @@ def class_folders(folder: Path, wanted: Sequence[str] | None = None) -> list[Cla
     return found
 
 
-def find_classes(
-    folder: Path,
-    wanted: Sequence[str] | None = None,
-    n_train: int | None = None,
-    n_val: int | None = None,
-) -> list[ClassImages]:
-    """Classes in FOLDER/train/<index>_<name>/ and FOLDER/val/<index>_<name>/.
-
-    Parameters
-    ----------
-    folder : path
-    wanted : sequence of str, optional
-        Indices or folder names; default all.
-    n_train, n_val : int, optional
-        How many images to take at most, the first ones by name; None for all.
-    """
-    train, val = folder / "train", folder / "val"
-    if not train.is_dir() or not val.is_dir():
-        raise ValueError(f"{folder} must hold the folders train and val, each with one folder for each class")
-    return [
-        ClassImages(c.index, c.name, photo_files(train / c.name)[:n_train], c.files[:n_val])
-        for c in class_folders(val, wanted)
-    ]
-
-
 def to_pixels(
     photo: Image.Image, size: int, resize: int | None = None, interpolation: str = "bicubic"
 ) -> Tensor:
@@ -125,8 +84,7 @@ def to_pixels(
     Parameters
     ----------
     photo : PIL image
-        As it is meant to be seen: cameras note the way up beside the pixels. With 8 or 16 bits for each
-        value; modes without a known range of values are refused.
+        With 8 or 16 bits for each value; it is turned upright as its camera noted.
     size : int
         Side of the square.
     resize : int, optional
@@ -134,7 +92,7 @@ def to_pixels(
         squeezed into the square.
     interpolation : {"bicubic", "bilinear"}
     """
-    how = _resampling(interpolation)
+    how = Image.Resampling[interpolation.upper()]
     upright = as_rgb(ImageOps.exif_transpose(photo))
     if resize is None:
         resized = upright.resize((size, size), how)
@@ -144,60 +102,6 @@ def to_pixels(
         left, top = (width - size) // 2, (height - size) // 2
         resized = upright.resize((width, height), how).crop((left, top, left + size, top + size))
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
-
-
-def load_images(
-    files: Sequence[Path], size: int, resize: int | None = None, interpolation: str = "bicubic"
-) -> tuple[Tensor, list[str], list[str]]:
-    """Pixels (N, 3, size, size) in [0, 1], names of the files, and paths of those that cannot be read.
-
-    Names are with folders where two files have the same.
-    """
-    pixels, read, unreadable, why = [], [], [], ""
-    for file in files:
-        try:
-            pixels.append(load_photo(file, size, resize, interpolation))
-        except UnreadablePhoto as error:
-            warnings.warn(f"skipped {file}, which cannot be read: {error}", stacklevel=2)
-            unreadable.append(str(file))
-            why = why or f", e.g. {file}: {error}"
-        else:
-            read.append(file)
-    if not pixels:
-        raise ValueError(f"none of the {len(files)} photographs can be read{why}")
-    return torch.stack(pixels), _names(read), unreadable
-
-
-def _names(files: Sequence[Path]) -> list[str]:
-    """Names that tell files apart: with their folders where two have the same."""
-    names = [file.name for file in files]
-    if len(set(names)) == len(names):
-        return names
-    common = os.path.commonpath([file.parent for file in files])
-    return [file.relative_to(common).as_posix() for file in files]
-
-
-class UnreadablePhoto(ValueError):
-    """A file that holds no photograph that can be used; the message says why, without the file's name."""
-
-
-def load_photo(file: Path, size: int, resize: int | None = None, interpolation: str = "bicubic") -> Tensor:
-    """Pixels (3, size, size) in [0, 1] of one file; `UnreadablePhoto` if it cannot be read."""
-    _resampling(interpolation)  # a wrong name is no fault of the file
-    try:
-        with Image.open(file) as image:
-            return to_pixels(image, size, resize, interpolation)
-    except DAMAGES as error:
-        # Pillow repeats the file's name, which stands beside the reason already.
-        raise UnreadablePhoto(str(error).replace(f" {str(file)!r}", "") or type(error).__name__) from error
-
-
-def _resampling(interpolation: str) -> Image.Resampling:
-    try:
-        return Image.Resampling[interpolation.upper()]
-    except KeyError as error:
-        known = ", ".join(how.name.lower() for how in Image.Resampling)
-        raise ValueError(f"interpolation must be one of {known}, got {interpolation!r}") from error
 
 
 def as_rgb(photo: Image.Image) -> Image.Image:
@@ -211,3 +115,77 @@ def as_rgb(photo: Image.Image) -> Image.Image:
             f"its values are {kind} (mode {photo.mode}), whose range is not known; save it with 8 or 16 bits"
         )
     return photo.convert("RGB")
+
+
+class UnreadablePhoto(ValueError):
+    """A file that holds no photograph that can be used; the message names it and says why."""
+
+
+def load_photo(file: Path, size: int, resize: int | None = None, interpolation: str = "bicubic") -> Tensor:
+    """Pixels (3, size, size) in [0, 1] of one file; `UnreadablePhoto` if it cannot be read."""
+    try:
+        with Image.open(file) as image:
+            return to_pixels(image, size, resize, interpolation)
+    except DAMAGES as error:
+        # Pillow repeats the file's name, which stands beside the reason already.
+        why = str(error).replace(f" {str(file)!r}", "") or type(error).__name__
+        raise UnreadablePhoto(f"{file} ({one_line(why, 160)})") from error
+
+
+def load_images(
+    files: Sequence[Path],
+    size: int,
+    resize: int | None = None,
+    interpolation: str = "bicubic",
+    limit: int | None = None,
+) -> tuple[Tensor, list[str], list[str]]:
+    """Photographs from files; one warning names those that cannot be read and are skipped.
+
+    Parameters
+    ----------
+    files : sequence of path
+    size, resize, interpolation
+        As in `to_pixels`.
+    limit : int, optional
+        Stop after so many that can be read.
+
+    Returns
+    -------
+    tensor, shape (N, 3, size, size)
+        Pixels in [0, 1].
+    list of str
+        Names of the files, with their folders where two have the same.
+    list of str
+        What cannot be read, and why.
+    """
+    pixels: list[Tensor] = []
+    read, unreadable = [], []
+    for file in files:
+        try:
+            pixels.append(load_photo(file, size, resize, interpolation))
+        except UnreadablePhoto as error:
+            unreadable.append(str(error))
+        else:
+            read.append(file)
+        if len(pixels) == limit:
+            break
+    if not pixels:
+        example = f", e.g. {unreadable[0]}" if unreadable else ""
+        raise ValueError(f"none of the {len(files)} photographs can be read{example}")
+    if unreadable:
+        warnings.warn(skipped(unreadable, len(files)), stacklevel=2)
+    return torch.stack(pixels), _names(read), unreadable
+
+
+def skipped(unreadable: Sequence[str], n_files: int) -> str:
+    """What is said of files that cannot be read."""
+    shown = ", ".join(unreadable[:5]) + (", …" if len(unreadable) > 5 else "")
+    return printable(f"{len(unreadable)} of {n_files} images cannot be read and were skipped: {shown}")
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    names = [file.name for file in files]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath([file.parent for file in files])
+        names = [file.relative_to(common).as_posix() for file in files]
+    return [printable(name) for name in names]

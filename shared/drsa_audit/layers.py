@@ -1,15 +1,16 @@
-"""The layers of a model with the shapes of their outputs, and which of them suit concepts."""
+"""The layers of a model with the shapes of their outputs, and which of them suits concepts."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from drsa_core.model_state import restored
 from torch import Tensor, nn
+
+from .networks import Network
+from .progress import BadInput
 
 #: Layers that are tried for paths around them; each costs a forward pass of one example, and a backward pass
 #: if there is such a path.
@@ -83,6 +84,17 @@ class LayerInfo:
         """Number of positions that share the features."""
         return math.prod(self.shape or (0,)) // max(1, self.n_features)
 
+    @property
+    def n_prefix(self) -> int:
+        """Class and register tokens: they stand for no place, and concepts are of places.
+
+        Inputs are squares, so that the other tokens are as many as the largest square that fits.
+        """
+        if len(self.shape or ()) != 2:
+            return 0
+        n_prefix = self.n_positions - math.isqrt(self.n_positions) ** 2
+        return n_prefix if n_prefix <= 16 else 0
+
 
 def inspect_layers(model: nn.Module, example: Tensor, taken: str | None = None) -> list[LayerInfo]:
     """All modules in the order of their definition, with a suggestion.
@@ -100,8 +112,7 @@ def inspect_layers(model: nn.Module, example: Tensor, taken: str | None = None) 
         Name of the layer that is taken in any case, the network's own, say. It then is the suggestion; to
         look for one takes a few forward and backward passes.
     """
-    with restored(model):
-        found = _shapes(model, example)
+    found = _shapes(model, example)
     if taken:
         return [replace(info, is_suggested=info.name == taken) for info in found]
     tried: dict[str, bool] = {}
@@ -115,6 +126,44 @@ def inspect_layers(model: nn.Module, example: Tensor, taken: str | None = None) 
 def suggested_layer(layers: list[LayerInfo]) -> LayerInfo | None:
     """The layer to take if the user names none."""
     return next((info for info in layers if info.is_suggested), None)
+
+
+def find_concept_layer(
+    network: Network, layer: str | None, example: Tensor, channel_dim: int | None = None
+) -> LayerInfo:
+    """The named layer, the network's default one, or the suggested one.
+
+    Parameters
+    ----------
+    channel_dim : {1, -1}, optional
+        Axis of the features in its output, if the user says so.
+    """
+    if channel_dim not in (None, 1, -1):
+        raise BadInput(f"--channel-dim must be 1 or -1, got {channel_dim}")
+    model, name = network.model, layer or network.layer
+    layers = {info.name: info for info in inspect_layers(model, example, name) if info.name}
+    if not name:
+        found = suggested_layer(list(layers.values()))
+        if found is None:
+            raise BadInput("no layer of this model suits concepts by itself: name one with --layer")
+        name = found.name
+    if name not in layers:
+        close = difflib.get_close_matches(name, layers, n=3, cutoff=0.5)
+        near = f"did you mean {', '.join(map(repr, close))}?" if close else "see `drsa layers`"
+        raise BadInput(f"the model has no layer {name!r}; {near}")
+    info = replace(layers[name], given_dim=channel_dim)
+    if info.n_runs != 1 or info.shape is None:
+        why = "does not run" if not info.n_runs else f"runs {info.n_runs} times"
+        why = "gives no single tensor" if info.n_runs == 1 else why
+        raise BadInput(f"layer {name!r} {why} in a forward pass; choose another, see `drsa layers`")
+    info = _with_axis(model, info, example)
+    if info.is_ambiguous:
+        shape = "×".join(map(str, info.shape or ()))
+        raise BadInput(
+            f"the output of layer {name!r}, {shape}, does not say which axis holds the features; give "
+            "--channel-dim 1 if it is the first one, --channel-dim -1 if it is the last"
+        )
+    return replace(info, is_cut=is_cut(model, name, example)) if info.is_cut is None else info
 
 
 def as_tree(layers: list[LayerInfo], max_depth: int | None = 2) -> str:
@@ -132,18 +181,25 @@ def as_tree(layers: list[LayerInfo], max_depth: int | None = 2) -> str:
     return "\n".join(lines)
 
 
+def is_cut(model: nn.Module, name: str, example: Tensor) -> bool:
+    """Whether nothing of the input reaches the output if the layer's output is held constant."""
+    layer, x = model.get_submodule(name), example.clone().requires_grad_()
+    handle = layer.register_forward_hook(lambda module, args, output: output.detach())
+    try:
+        with torch.enable_grad():
+            output = model(x.clone())
+            if not output.requires_grad:
+                return True
+            (gradient,) = torch.autograd.grad(output.sum(), x, allow_unused=True)
+            return gradient is None
+    finally:
+        handle.remove()
+
+
 def _shapes(model: nn.Module, example: Tensor) -> list[LayerInfo]:
-    runs: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...] | None] = {}
-
-    def hook(name: str, output: object) -> None:
-        runs[name] = runs.get(name, 0) + 1
-        # Tokens or windows on the first axis are no activation of an example.
-        fits = isinstance(output, Tensor) and output.ndim > 1 and len(output) == len(example)
-        shapes[name] = tuple(output.shape[1:]) if fits else None  # type: ignore[attr-defined]
-
+    outputs: dict[str, list[object]] = {name: [] for name, _ in model.named_modules()}
     handles = [
-        module.register_forward_hook(lambda m, args, output, name=name: hook(name, output))
+        module.register_forward_hook(lambda m, args, output, own=outputs[name]: own.append(output))
         for name, module in model.named_modules()
     ]
     try:
@@ -156,41 +212,38 @@ def _shapes(model: nn.Module, example: Tensor) -> list[LayerInfo]:
         LayerInfo(
             name,
             type(module).__name__,
-            shapes.get(name),
-            runs.get(name, 0),
+            _shape(outputs[name], len(example)),
+            len(outputs[name]),
             sum(p.numel() for p in module.parameters()),
         )
         for name, module in model.named_modules()
     ]
 
 
-def tell_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
+def _shape(outputs: list[object], n_examples: int) -> tuple[int, ...] | None:
+    """The shape for one example; tokens or windows on the first axis are no activation of an example."""
+    last = outputs[-1] if outputs else None
+    fits = isinstance(last, Tensor) and last.ndim > 1 and len(last) == n_examples
+    return tuple(last.shape[1:]) if fits else None  # type: ignore[attr-defined]
+
+
+def _with_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
     """The layer with the axis of its features, if its shape leaves that open and larger inputs tell it.
 
     The axes of positions grow with the inputs, that of the features does not.
-
-    Parameters
-    ----------
-    example : tensor, shape (1, C, H, W)
     """
     if not info.is_ambiguous or info.shape is None:
         return info
-    larger = nn.functional.interpolate(example, scale_factor=2)
     found: list[tuple[int, ...]] = []
-
-    def run() -> None:
-        layer = model.get_submodule(info.name)
-        handle = layer.register_forward_hook(lambda m, args, output: found.append(tuple(output.shape[1:])))
-        try:
-            with torch.no_grad():
-                model(larger)
-        except Exception:  # of whatever kind: layers above may take inputs of one size only
-            pass
-        finally:
-            handle.remove()
-
-    with restored(model):
-        run()
+    layer = model.get_submodule(info.name)
+    handle = layer.register_forward_hook(lambda m, args, output: found.append(tuple(output.shape[1:])))
+    try:
+        with torch.no_grad():
+            model(nn.functional.interpolate(example, scale_factor=2))
+    except Exception:  # of whatever kind: layers above may take inputs of one size only
+        pass
+    finally:
+        handle.remove()
     if len(found) != 1 or len(found[0]) != 3:
         return info
     grows = tuple(after > before for after, before in zip(found[0], info.shape, strict=True))
@@ -209,12 +262,12 @@ def _by_preference(layers: list[LayerInfo], example: Tensor) -> list[LayerInfo]:
     maps = [info for info in layers if len(info.shape or ()) == 3]
     if layers and layers[-1] not in maps:  # what follows the patch embedding are tokens
         return _blocks(layers)
+    n_pixels = example.shape[-1] * example.shape[-2]
+    # Small pictures have small objects: no fewer than 8 × 8 positions.
+    wanted = min(256.0, n_pixels / 64)
 
     def distance(info: LayerInfo) -> float:
         """How far the spacing of the positions is from 16 pixels, in powers of two, to a quarter."""
-        n_pixels = example.shape[-1] * example.shape[-2]
-        # Small pictures have small objects: no fewer than 8 × 8 positions.
-        wanted = min(256.0, n_pixels / 64)
         return round(2 * abs(math.log2(n_pixels / info.n_positions / wanted))) / 4
 
     return sorted(maps, key=lambda info: (distance(info), info.depth, -layers.index(info)))
@@ -232,29 +285,3 @@ def _blocks(layers: list[LayerInfo]) -> list[LayerInfo]:
     longest = max(rows.values(), key=len)
     best = round(0.75 * (len(longest) - 1))
     return sorted(longest, key=lambda info: abs(longest.index(info) - best))
-
-
-def is_cut(model: nn.Module, name: str, example: Tensor) -> bool:
-    """Whether nothing of the input reaches the output if the layer's output is held constant."""
-    layer = model.get_submodule(name)
-
-    def has_no_path() -> bool:
-        x = example.clone().requires_grad_()
-        with torch.enable_grad(), _constant(layer):
-            output = model(x.clone())
-            if not output.requires_grad:
-                return True
-            (gradient,) = torch.autograd.grad(output.sum(), x, allow_unused=True)
-        return gradient is None
-
-    with restored(model):
-        return has_no_path()
-
-
-@contextmanager
-def _constant(layer: nn.Module) -> Iterator[None]:
-    handle = layer.register_forward_hook(lambda module, args, output: output.detach())
-    try:
-        yield
-    finally:
-        handle.remove()

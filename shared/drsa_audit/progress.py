@@ -1,4 +1,4 @@
-"""What a long run tells while it works: steps with an estimate of their time, bars, notes."""
+"""What a run tells while it works: steps with an estimate of their time, bars, notes, and refusals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import TypeVar
 from tqdm.auto import tqdm
 
 _T = TypeVar("_T")
+
+
+class BadInput(ValueError):
+    """A model, folder, file or setting that cannot be used; the message says which and what to do."""
 
 
 class Progress:
@@ -46,11 +50,9 @@ class Progress:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
-    def bar(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterable[_T]:
+    def bar(self, items: Iterable[_T], unit: str) -> Iterable[_T]:
         """The items, with a bar that says how long the rest will take."""
-        bar: Iterable[_T] = tqdm(
-            items, total=total, unit=unit, leave=False, disable=not self.shown, file=sys.stderr
-        )
+        bar: Iterable[_T] = tqdm(items, unit=unit, leave=False, disable=not self.shown, file=sys.stderr)
         return bar
 
     def note(self, text: str) -> None:
@@ -67,3 +69,14 @@ def duration(seconds: float) -> str:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def printable(name: str) -> str:
+    """A name of a file with a sign in place of bytes that are no text: no page or JSON file can hold them."""
+    return "".join("\ufffd" if "\ud800" <= letter <= "\udfff" else letter for letter in name)
+
+
+def one_line(text: object, limit: int = 600) -> str:
+    """A message on one line, cut where it is longer than a reader would follow."""
+    line = " ".join(printable(str(text)).split())
+    return line if len(line) <= limit else f"{line[:limit].rstrip()}…"

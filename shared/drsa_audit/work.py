@@ -1,4 +1,4 @@
-"""The folder in which a run keeps what it has done, so that an interrupted one goes on."""
+"""The folder in which a run keeps its finished parts, so that an interrupted one goes on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from drsa_core import Subspaces
-from drsa_core.storage import write_atomically
+from drsa_core.storage import read_json, write_json
 
-from .errors import BadInput
+from .progress import BadInput
 
 
 class Work:
@@ -74,22 +74,6 @@ def subspaces_digest(subspaces: Subspaces) -> str:
     return total.hexdigest()
 
 
-def read_json(file: Path) -> Any:
-    """A JSON file; `BadInput` with its path if it is damaged or not there."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadInput(f"there is no file {file}") from error
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file} cannot be read as JSON: {error}") from error
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write the whole file or nothing. Paths may hold bytes that are no text, for which a sign stands."""
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    write_atomically(file, text.encode(errors="replace"))
-
-
 def check_writable(folder: Path) -> None:
     """Refuse a folder in which no file can be made, before any work is done."""
     probe = folder / f".drsa-{digest({'folder': folder})}.tmp"
@@ -100,14 +84,6 @@ def check_writable(folder: Path) -> None:
         raise BadInput(f"cannot write to {folder} ({error.strerror}); name another place") from error
 
 
-def work_folder(out: Path, given: Path | None = None) -> Path:
-    """The folder for what is done: the given one, or the one beside the output, which ends in .drsa."""
-    folder = out.with_suffix(".drsa") if given is None else given
-    if folder.absolute() == out.absolute():
-        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; name another file")
-    return folder
-
-
 def check_out(file: Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
     if file.is_dir():
@@ -115,3 +91,11 @@ def check_out(file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
     check_writable(file.absolute().parent)
+
+
+def work_folder(out: Path, given: Path | None = None) -> Path:
+    """The folder for finished parts: the given one, or the one beside the output, which ends in .drsa."""
+    folder = out.with_suffix(".drsa") if given is None else given
+    if folder.absolute() == out.absolute():
+        raise BadInput(f"{out} is the folder for what is done, and cannot be the output; name another file")
+    return folder

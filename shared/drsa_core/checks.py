@@ -1,9 +1,11 @@
-"""Numbers, labels and arrays that users hand in, checked once at the door; scales and precision."""
+"""Numbers, labels and arrays that users hand in; scales and precision."""
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -23,44 +25,30 @@ def as_int(value: Any, name: str, low: int | None = None, high: int | None = Non
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or not _within(number, low, high):
-        raise ValueError(f"{name} must be an integer{_range(low, high)}, got {value!r}")
-    return number
+    _check_bounds(number, low, high, f"{name} must be an integer", value)
+    return int(number)  # type: ignore[arg-type]
 
 
 def as_float(value: Any, name: str, low: float | None = None, high: float | None = None) -> float:
     """A finite float from `low` to `high`, both included."""
     try:
-        number = math.nan if isinstance(value, bool | str) else float(value)
+        number = None if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not math.isfinite(number) or not _within(number, low, high):
-        raise ValueError(f"{name} must be a finite number{_range(low, high)}, got {value!r}")
-    return number
+        number = None
+    finite = None if number is None or not math.isfinite(number) else number
+    _check_bounds(finite, low, high, f"{name} must be a finite number", value)
+    return float(number)  # type: ignore[arg-type]
+
+
+def _check_bounds(number: float | None, low: float | None, high: float | None, text: str, value: Any) -> None:
+    if number is None or (low is not None and number < low) or (high is not None and number > high):
+        bounds = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
+        raise ValueError(f"{text}{bounds}, got {value!r}")
 
 
 def as_seed(value: Any, name: str = "random_state") -> int | None:
     """A seed: None, or an int of at least 0."""
     return None if value is None else as_int(value, f"{name}, if not None,", 0)
-
-
-def torch_generator(random_state: Seed) -> torch.Generator:
-    """A CPU generator with that seed, or with a fresh one for None."""
-    seed, generator = as_seed(random_state), torch.Generator()
-    if seed is None:
-        generator.seed()
-        return generator
-    return generator.manual_seed(seed % 2**64)  # torch takes 64 bits, NumPy any number of them
-
-
-def _within(number: float, low: float | None, high: float | None) -> bool:
-    return (low is None or number >= low) and (high is None or number <= high)
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if low is None:
-        return "" if high is None else f" of at most {high}"
-    return f" of at least {low}" if high is None else f" from {low} to {high}"
 
 
 def as_hashable_labels(labels: Iterable[Any], name: str) -> list[Hashable]:
@@ -224,3 +212,15 @@ def feature_relevance(a: Tensor, c: Tensor) -> tuple[Tensor, int]:
     """E[a_j c_j] of each feature for a, c (N, D), as values (D,) in float64, and e: it is values · 2^e."""
     (a, of_a), (c, of_c) = unit_scale(a), unit_scale(c)
     return (a.double() * c.double()).mean(0), of_a + of_c
+
+
+# Libraries between the user's line and a warning of ours.
+_OURS = ("drsa_core", "zennit_drsa", "captum_drsa", "torch", "zennit", "captum", "contextlib")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of this library, and of those that it wraps, that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import as_int
+from .checks import as_int, warn_user
 from .layer import Request, Split
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -73,11 +72,10 @@ class IntegratedGradientsContext:
         errors: list[float] = []
         context = contexts_by_example(request, activation, score, partial(self._integrate, errors))
         if max(errors) > (TOLERANCE if self.n_steps is None else 0.1):
-            warnings.warn(
+            warn_user(
                 f"the path integral above layer {request.layer_name!r} is off by {max(errors):.0%}; take "
                 "more steps, "
                 f"context_method=IntegratedGradientsContext(n_steps={4 * (self.n_steps or 2**9)})",
-                stacklevel=2,
             )
         return activation, context
 
@@ -188,12 +186,11 @@ class UpperNetwork:
             if self._repeats:
                 scores = self(rows)
                 if not torch.allclose(scores[:2], score.expand(2), rtol=tolerance, atol=1e-2 * tolerance):
-                    warnings.warn(
+                    warn_user(
                         "the model gives an example another score in its batch than among copies of itself: "
                         "it mixes "
                         f"examples, or draws random numbers. Contexts at layer {request.layer_name!r} are "
                         "those of the example by itself; explain one example at a time",
-                        stacklevel=2,
                     )
         self.score_at_zero = scores[2:]
 

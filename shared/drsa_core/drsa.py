@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -10,7 +9,7 @@ from typing import Self
 import numpy as np
 from torch import Tensor
 
-from .checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision
+from .checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision, warn_user
 from .objective import Samples
 from .optimizers import Result, Search, Solve, gradient_ascent, quasi_newton
 from .prca import Activations, Estimator, block_sizes, with_provenance
@@ -149,11 +148,10 @@ class DRSA(Estimator):
 
         best = max(self.results_, key=lambda result: result.objective)
         if not best.converged and chosen.tol > 0:
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {chosen.tol:g}); "
                 "raise max_iter, or tol if the objective in history_ is flat enough",
                 ConvergenceWarning,
-                stacklevel=3,  # the decorator of `fit` stands between
             )
         self.objective_ = best.objective
         self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged

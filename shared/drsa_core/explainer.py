@@ -201,7 +201,7 @@ class Explainer(ABC):
         if made.target != used.target and (made.counts_from_the_end or used.counts_from_the_end):
             n = self._n_outputs(inputs, args)  # negative targets count from the end
             made, used = made.with_outputs(n), used.with_outputs(n)
-        check_provenance(made, used, "subspaces", self.strict, 6)
+        check_provenance(made, used, "subspaces", self.strict)
 
     def _position_relevance(self, activation: Tensor, context: Tensor) -> Tensor:
         """R_k at each position, shape (N, K, *positions)."""
@@ -363,31 +363,29 @@ class Explanation:
         by_feature = maps if self.entries_per_feature is None else maps / self.entries_per_feature[:, None]
         of_maps = by_feature.flatten(2).sum(2)
         # Where evidence for and against cancels in the score, a share of it says nothing.
-        defined = score.abs() > 1e-3 * at_layer.abs().sum(1)
-        shares = (of_maps.sum(1) / score)[defined]
+        defined = torch.nonzero(score.abs() > 1e-3 * at_layer.abs().sum(1)).flatten()
+        share = of_maps.sum(1) / score
+        worst = int(defined[(share[defined] - 1).abs().argmax()]) if len(defined) else None
+        missed = ((score - at_layer.sum(1)) / score).abs()[defined]
         maps_to_whole = absorbed = unaccounted = None
         if self.whole is not None and self.adds_up_by_pixel:
             whole = self.whole.double()
             maps_to_whole = _worst((maps.sum(1) - whole).flatten(1), whole.flatten(1))
-        if self.absorbed is not None:
+        if self.absorbed is not None and worst is not None:
             parts = {name: part.double() for name, part in self.absorbed.items()}
-            absorbed = {name: _farthest((part / score)[defined], 0.0) for name, part in parts.items()}
+            absorbed = {name: float(part[worst] / score[worst]) for name, part in parts.items()}
             if self.whole is not None:
-                rest = score - self.whole.double().flatten(1).sum(1)
-                for part in parts.values():
-                    rest = rest - part
-                unaccounted = _farthest((rest / score).abs()[defined], 0.0)
+                rest = score - self.whole.double().flatten(1).sum(1) - sum(parts.values())
+                unaccounted = float((rest / score).abs()[defined].max())
         return Certificate(
             is_complete=self.subspaces.is_complete,
             maps_to_whole=maps_to_whole,
             maps_to_layer=_worst(of_maps - at_layer, at_layer) if self.is_relevance else None,
-            layer_to_score=_farthest(((score - at_layer.sum(1)) / score).abs()[defined], 0.0)
-            if self.subspaces.is_complete
-            else None,
-            share_of_score=_farthest(shares, 1.0) if self.is_relevance else None,
+            layer_to_score=float(missed.max()) if self.subspaces.is_complete and len(defined) else None,
+            share_of_score=float(share[worst]) if self.is_relevance and worst is not None else None,
             on_zero_activations=self.losses.on_zero_activations,
             around_the_layer=self.losses.around_the_layer,
-            absorbed=None if absorbed is None or None in absorbed.values() else absorbed,
+            absorbed=absorbed,
             unaccounted=unaccounted,
         )
 
@@ -415,7 +413,8 @@ class Certificate:
     on_zero_activations, around_the_layer : float or None
         As in `Losses`.
     absorbed : dict or None
-        Share of the score that does not reach the input, by what absorbs it.
+        Share of the score that does not reach the input, by what absorbs it, in the example of
+        `share_of_score`.
     unaccounted : float or None
         What is left of the score without the sum of the whole map and what is absorbed, over the score:
         relevance that got lost where no rule explains it.
@@ -457,10 +456,6 @@ def _worst(difference: Tensor, reference: Tensor) -> float:
     """Largest |difference| of an example over its largest |reference|, both (N, n), for the worst example."""
     tiny = torch.finfo(torch.float64).tiny
     return float((difference.abs().amax(1) / reference.abs().amax(1).clamp(min=tiny)).max())
-
-
-def _farthest(values: Tensor, centre: float) -> float | None:
-    return float(values[(values - centre).abs().argmax()]) if values.numel() else None
 
 
 def _off(value: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .checks import warn_user
 from .subspaces import Subspaces
 from .targets import Target, select_scores, target_of_example
 
@@ -215,12 +215,16 @@ def _copied(value: Any) -> Any:
 
 
 def positional_inputs(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Hand a module's first input on by position where a model gives it by name, `self.conv(input=x)`.
+    """Hand the first input of modules with hooks on by position where a model gives it by name.
 
-    Forward hooks of Captum and of Zennit 0.5.1 see positional arguments only. Hooks that are there already
-    run after these.
+    Hooks of Captum and of Zennit 0.5.1 see positional arguments only. Those that are there already run after
+    these.
     """
-    return [m.register_forward_pre_hook(_by_position, prepend=True, with_kwargs=True) for m in modules]
+    handles = []
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            handles.append(module.register_forward_pre_hook(_by_position, prepend=True, with_kwargs=True))
+    return handles
 
 
 def _by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,10 +272,9 @@ def as_activation(
             f"{shape}; use 1 for (N, D, …), -1 for tokens (N, T, D)"
         )
     if channel_dim == 1 and len(shape) > 2 and _has_features_last(layer, shape):
-        warnings.warn(
+        warn_user(
             f"the activation of layer {name!r} has shape {shape}, which looks like tokens of {shape[-1]} "
             "features, but channel_dim=1 splits the tokens; set channel_dim=-1 to split features",
-            stacklevel=2,
         )
     return output
 
@@ -407,11 +410,11 @@ class Split:
         tolerance: float = TOLERANCE,
     ) -> None:
         # Token numbers and masks among the inputs have no gradient: they are constants.
-        inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in request.inputs)
-        self._inputs = tuple(x for x in inputs if x.is_floating_point())
+        inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in request.inputs]
+        self._inputs = tuple([x for x in inputs if x.requires_grad])
         self._name, self._create_graph = request.layer_name, create_graph
         self._cut = Cut(is_connected=create_graph)
-        request = replace(request, inputs=inputs)
+        request = replace(request, inputs=tuple(inputs))
         with torch.enable_grad():
             with request.running(self._cut) as self.output:
                 pass
@@ -420,7 +423,7 @@ class Split:
                 with request.running(self._cut) as self.output:  # hooks hold what the last run left them
                     pass
             explained = request.scores(self.output).sum() if start is None else self.output
-            sources = (self._cut.above, *(() if create_graph else self._inputs))
+            sources = (self._cut.above,) if create_graph else (self._cut.above, *self._inputs)
             slot = None if start is None else start(self.output)
             arriving, *around = _gradients(explained, sources, slot, create_graph, retain_graph=True)
         if arriving is None:
@@ -440,10 +443,9 @@ class Split:
             if self.lost > tolerance:
                 warn_of_loss(self.lost, self._name)
         self.around: float | None = None if create_graph or not self._inputs else 0.0
-        missed = [part for part in around if part is not None]
-        if missed and any(bool(part.any()) for part in missed):
-            passed, bypassed = _size(self.below(arriving)), _size(missed)
-            self.around = bypassed / (passed + bypassed)
+        bypassed = _size(around)
+        if bypassed > 0:
+            self.around = bypassed / (_size(self.below(arriving)) + bypassed)
             if self.around > tolerance:
                 warn_of_bypass(self.around, self._name)
 
@@ -525,28 +527,30 @@ def lost_relevance(a: Tensor, relevance: Tensor) -> float:
 
 def warn_of_loss(lost: float, layer_name: str) -> None:
     """Warn that relevance sits on zero activations."""
-    warnings.warn(
+    warn_user(
         f"{lost:.1%} of the relevance at layer {layer_name!r} sits on zero activations and is lost; the "
         "concept maps do not add up to the whole. Choose a layer whose zero activations carry no relevance "
         "(after the activation function, say), or rules that give them none",
         RelevanceLossWarning,
-        stacklevel=3,
     )
 
 
 def warn_of_bypass(share: float, layer_name: str) -> None:
     """Warn that a part of what reaches the inputs goes around the layer."""
-    warnings.warn(
+    warn_user(
         f"{share:.1%} of what reaches the input goes around layer {layer_name!r} (a skip connection, say) "
         "and is in none of the concept maps, so that they do not add up to the whole. Choose the block "
         "around it, whose output is all that the layers above see",
         RelevanceLossWarning,
-        stacklevel=3,
     )
 
 
-def _size(parts: Iterable[Tensor]) -> float:
-    return sum(float(part.detach().abs().sum(dtype=torch.float64)) for part in parts)
+def _size(parts: Iterable[Tensor | None]) -> float:
+    size = 0.0
+    for part in parts:
+        if part is not None:
+            size += float(part.detach().abs().sum(dtype=torch.float64))
+    return size
 
 
 _UNSAFE_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
@@ -577,7 +581,7 @@ def warn_of_training(model: nn.Module) -> None:
             else "normalises by the statistics of the batch, in evaluation mode too; use "
             "track_running_stats=True, or explain the same batch each time"
         )
-        warnings.warn(f"{where} {message}", stacklevel=3)
+        warn_user(f"{where} {message}")
 
 
 def _is_unsafe_in_training(module: nn.Module) -> bool:

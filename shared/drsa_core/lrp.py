@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
@@ -274,37 +275,57 @@ def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda z: passing(z, (lambda value: forward(value.clone())) if copies else forward)
 
 
-_ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+_NAMES: dict[Any, str] = {
+    F.scaled_dot_product_attention: "attention",
+    **dict.fromkeys((Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, torch.add), "add"),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, torch.mul), "mul"),
+    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, torch.matmul), "matmul"),
+    **dict.fromkeys((Tensor.mean, torch.mean), "mean"),
+    **dict.fromkeys((Tensor.sum, torch.sum), "sum"),
+    **dict.fromkeys((Tensor.sigmoid, torch.sigmoid), "sigmoid"),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), "tanh"),
+    torch.cat: "cat",
+}
 
 
-class _OwnSums(TorchFunctionMode):
-    """Hands sums of two tensors with gradients, in the code of one function, to another function."""
+class _Replacing(TorchFunctionMode):
+    """Other functions for operations in the code of one function; attention also where that calls it."""
 
-    def __init__(self, code: CodeType, add: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, code: CodeType, replacements: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self.code, self.add = code, add
+        self.code, self.replacements = code, replacements
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ADDITIONS and len(args) == 2 and sys._getframe(1).f_code is self.code:
-            x, y = args
-            if isinstance(y, Tensor) and x.requires_grad and y.requires_grad and x.shape == y.shape:
-                return self.add(x, y)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        replacement = self.replacements.get(_NAMES.get(func, ""))
+        if replacement is not None:
+            operands = args[0] if isinstance(args[0], list | tuple) else args[:2]
+            carries = any(isinstance(x, Tensor) and x.requires_grad for x in operands)
+            is_own = carries and sys._getframe(1).f_code is self.code
+            if is_own or func is F.scaled_dot_product_attention:
+                return replacement(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-def with_sums(module: nn.Module, add: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """A `forward` whose own sums of two tensors, those of a residual block, are made by `add`.
+def with_operations(method: Callable[..., Any], **replacements: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a module, `forward` for instance, in whose own code operations are made by other functions.
 
     Those in the code of other modules that it calls are not.
+
+    Parameters
+    ----------
+    method : bound method
+    **replacements : function
+        By the name of the operation: add, mul, matmul, mean, sum, sigmoid, tanh, cat, and attention for
+        `scaled_dot_product_attention`. They take its arguments.
     """
-    forward = module.forward
-    code = inspect.unwrap(forward).__code__
+    code = inspect.unwrap(method).__code__
 
-    def summing(*args: Any, **kwargs: Any) -> Any:
-        with _OwnSums(code, add):
-            return forward(*args, **kwargs)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        with _Replacing(code, replacements):
+            return method(*args, **kwargs)
 
-    return summing
+    return replaced
 
 
 # ---------------------------------------------------------------------- parameters

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
@@ -35,6 +35,8 @@ from .subspaces import Subspaces, subspaces_header
 from .targets import LABEL
 
 _INDEX = "index.json"
+# What each batch has of a class: how many images, and the digest of the batch.
+_Batches: TypeAlias = dict[int, tuple[int, str | None]]
 
 
 @dataclass(frozen=True)
@@ -193,14 +195,6 @@ def _described(solver: Solver) -> str:
 
 
 @dataclass(frozen=True)
-class _InBatch:
-    """How many images of a class a batch has, and the digest of the batch."""
-
-    n_images: int
-    digest: str | None
-
-
-@dataclass(frozen=True)
 class _Job:
     """The folder of a job: pairs and subspaces by class, and the journal of batches."""
 
@@ -236,7 +230,7 @@ class _Job:
         for batch in batches.missing(self._holds):
             digest = batch.digest(with_labels=True)
             if batch.is_done:
-                before = self._entry(batch.number).get("batch")
+                before = read_json(self._journal(batch.number)).get("batch")
                 check_same_batch(before, digest, f"batch {batch.number} of {self.folder}")
                 continue
             rows: dict[int, list[int]] = defaultdict(list)
@@ -266,16 +260,16 @@ class _Job:
         """Numbers of the batches in the journal."""
         return sorted(int(file.stem) for file in (self.folder / "batches").glob("*.json"))
 
-    def contents(self) -> dict[int, dict[int, _InBatch]]:
+    def contents(self) -> dict[int, _Batches]:
         """For each class, in order, what each batch has of it, by the number of the batch."""
-        found: dict[int, dict[int, _InBatch]] = defaultdict(dict)
+        found: dict[int, _Batches] = defaultdict(dict)
         for number in self.numbers():
-            entry = self._entry(number)
+            entry = read_json(self._journal(number))
             for label, n_images in entry["classes"].items():
-                found[int(label)][number] = _InBatch(n_images, entry.get("batch"))
+                found[int(label)][number] = n_images, entry.get("batch")
         return {label: found[label] for label in sorted(found)}
 
-    def outdated(self, contents: dict[int, dict[int, _InBatch]]) -> list[int]:
+    def outdated(self, contents: dict[int, _Batches]) -> list[int]:
         """Classes without subspaces; those that were learned from other batches are removed."""
         missing = []
         for label, batches in contents.items():
@@ -286,7 +280,7 @@ class _Job:
                 missing.append(label)
         return missing
 
-    def fit(self, label: int, batches: dict[int, _InBatch], solver: Solver, memory: int) -> None:
+    def fit(self, label: int, batches: _Batches, solver: Solver, memory: int) -> None:
         """Learn the subspaces of a class."""
         store = PairStore(self.folder / "pairs" / str(label))
         made = replace(self.provenance, target=label)
@@ -316,16 +310,15 @@ class _Job:
                 classes[label] = {"file": str(file.relative_to(self.folder)), **name, **about}
         return ClassIndex(self.folder, classes, dict(sorted(failed.items())))
 
-    def _learned_from(self, batches: dict[int, _InBatch]) -> dict[str, Any]:
+    def _learned_from(self, batches: _Batches) -> dict[str, Any]:
         """Number of images and digest of the batches of a class, for the metadata of its subspaces."""
-        n_images = sum(batch.n_images for batch in batches.values())
-        return {"n_images": n_images, "batches": content_digest({n: asdict(b) for n, b in batches.items()})}
+        return {"n_images": sum(n for n, _ in batches.values()), "batches": content_digest(batches)}
 
     def _holds(self, number: int, n_images: int) -> bool:
         """Whether a batch is in the journal and all of its files are there."""
         if not self._journal(number).exists():
             return False
-        entry = self._entry(number)
+        entry = read_json(self._journal(number))
         if entry["images"] != n_images:
             raise ValueError(
                 f"batch {number} of {self.folder} has {entry['images']} images, but the loader gives "
@@ -333,9 +326,6 @@ class _Job:
                 "another folder"
             )
         return all(self._pairs(int(label), number).exists() for label in entry["classes"])
-
-    def _entry(self, number: int) -> dict[str, Any]:
-        return dict(read_json(self._journal(number)))
 
     def _journal(self, number: int) -> Path:
         return self.folder / "batches" / f"{number:06d}.json"

@@ -187,7 +187,8 @@ class restored:
                 tensor.copy_(before)
         for current, content in self._dicts:
             # Hooks run in the order of their dict.
-            if list(current) != list(content) or any(current[key] is not v for key, v in content.items()):
+            same_values = [*map(id, current.values())] == [*map(id, content.values())]
+            if not same_values or list(current) != list(content):
                 current.clear()
                 current.update(content)
         for own, name, value in self._values:

@@ -151,7 +151,6 @@ class PairStore:
         return self.folder / f"{number:06d}.safetensors"
 
     def _check_provenance(self, provenance: Provenance | None) -> None:
-        what_to_do = f"use another folder, or delete {self.folder}"
         if not len(self):
             # Nothing is there that could be mixed up with other pairs.
             (self.folder / _PROVENANCE).unlink(missing_ok=True)
@@ -159,17 +158,15 @@ class PairStore:
                 write_json(self.folder / _PROVENANCE, provenance.as_dict())
             return
         made = self.provenance
-        if made is None and provenance is None:
-            return
         if made is None or provenance is None:
-            who = "the batches there" if made is None else "the new pairs"
+            who = "the stored pairs" if made is None else "the new pairs"
+            differences = [] if made is provenance else [f"{who} do not say how they were made"]
+        else:
+            differences = made.differences(provenance, COLLECTION, exact=True)
+        if differences:
             raise ValueError(
-                f"new pairs may not fit those in {self.folder}: {who} do not say how they were made; "
-                f"{what_to_do}"
-            )
-        if differences := made.differences(provenance, COLLECTION, exact=True):
-            raise ValueError(
-                f"{self.folder} holds pairs of another collection: {'; '.join(differences)}; {what_to_do}"
+                f"{self.folder} holds pairs of another collection: {'; '.join(differences)}; use another "
+                f"folder, or delete {self.folder}"
             )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import types
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .checks import as_int
+from .checks import as_int, warn_user
 from .targets import LABEL, Target
 
 # What must agree between learning subspaces and explaining with them.
@@ -156,9 +156,7 @@ def common_provenance(parts: Sequence[Provenance | None]) -> Provenance | None:
     return replace(first, **free)
 
 
-def check_provenance(
-    made: Provenance | None, used: Provenance, what: str, strict: bool = False, stacklevel: int = 3
-) -> None:
+def check_provenance(made: Provenance | None, used: Provenance, what: str, strict: bool = False) -> None:
     """Compare where something was made with where it is used.
 
     Parameters
@@ -169,8 +167,6 @@ def check_provenance(
         What was made, in the plural, for the message: "subspaces".
     strict : bool
         Whether a difference is an error.
-    stacklevel : int
-        Of the warning; 3 names the line that called the caller of this function.
 
     Raises
     ------
@@ -183,7 +179,7 @@ def check_provenance(
     message = f"the {what} were made for something else: {'; '.join(differences)}"
     if strict:
         raise ValueError(message)
-    warnings.warn(message, ProvenanceWarning, stacklevel=stacklevel)
+    warn_user(message, ProvenanceWarning)
 
 
 # Targets ------------------------------------------------------------------------------------------------
@@ -258,18 +254,15 @@ def model_fingerprint(model: nn.Module) -> str:
 
     The wrappers of `torch.compile` and `DataParallel` do not count.
 
-    Notes
-    -----
     A second call takes milliseconds: the digest is remembered until a tensor has another address or version
     counter. Torch does not count writes through `.data` or NumPy; for these, 16 values of each tensor are
     compared.
     """
-    state = {
-        name.replace("_orig_mod.", "").replace("module.", ""): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
-    }
-    version = [(name, *_version(tensor)) for name, tensor in state.items()]
+    state, version = {}, []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            state[name.replace("_orig_mod.", "").replace("module.", "")] = tensor
+            version.append((name, *_version(tensor)))
     known = _FINGERPRINTS.get(model)
     if known is None or known[0] != version:
         digest = hashlib.sha256()
@@ -287,7 +280,7 @@ def _version(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return facts
     # Values at equal distances in memory: no copy of the rest, whatever the strides.
-    extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    extent = 1 + sum(map(operator.mul, [n - 1 for n in tensor.shape], tensor.stride()))
     step = -(-extent // 16)
     sample = tensor.detach().as_strided((-(-extent // step),), (step,), tensor.storage_offset())
     return (*facts, tensor.data_ptr(), bytes(bytes_of(sample)))
@@ -309,31 +302,29 @@ def describe_function(function: Any) -> str:
     return f"{getattr(function, '__module__', None)}.{name} {content_digest(function)}"
 
 
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SETTINGS = (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray, np.generic, types.FunctionType)
+
+
 def content_digest(*values: Any) -> str:
     """Short digest of settings, the same in every process.
 
     Containers, tensors and arrays count with their content, functions with their qualified name, defaults and
     captured values, other objects with their type and such attributes.
     """
-    digest = hashlib.sha256()
-    for value in values:
-        _feed(digest, value, 0)
-    return digest.hexdigest()[:12]
+    return hashlib.sha256(repr(_content(values, 0)).encode()).hexdigest()[:12]
 
 
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SETTINGS = (*_PLAIN, list, tuple, dict, set, Tensor, np.ndarray, np.generic, types.FunctionType)
-
-
-def _feed(digest: Any, value: Any, depth: int) -> None:
+def _content(value: Any, depth: int) -> Any:
+    """A value as nested lists of texts."""
     parts: Iterable[Any] = ()
     text = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Tensor):
-        text += f"{tuple(value.shape)}{value.dtype}"
-        digest.update(bytes_of(value))
+        text += f"{tuple(value.shape)}{value.dtype}{hashlib.sha256(bytes_of(value)).hexdigest()}"
     elif isinstance(value, np.ndarray | np.generic):
-        text += f"{value.shape}{value.dtype}"
-        digest.update(np.ascontiguousarray(value).tobytes())
+        text += f"{value.shape}{value.dtype}{hashlib.sha256(value.tobytes()).hexdigest()}"
+    elif isinstance(value, _PLAIN):
+        text += repr(value)
     elif isinstance(value, Mapping):
         parts = [part for key in sorted(value, key=repr) for part in (key, value[key])]
     elif isinstance(value, list | tuple):
@@ -349,12 +340,7 @@ def _feed(digest: Any, value: Any, depth: int) -> None:
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             parts = [value.__defaults__, value.__kwdefaults__, cells]
-    elif isinstance(value, _PLAIN):
-        text += repr(value)
     elif not isinstance(value, nn.Module):  # whatever else it holds may change in use
         parts = [{name: v for name, v in getattr(value, "__dict__", {}).items() if isinstance(v, _SETTINGS)}]
-    digest.update(f"<{text}>".encode())
-    if depth < 8:  # an object may hold itself
-        for part in parts:
-            _feed(digest, part, depth + 1)
-    digest.update(b"</>")
+    # An object may hold itself.
+    return [text, [_content(part, depth + 1) for part in parts] if depth < 8 else None]

@@ -13,9 +13,10 @@ from PIL import Image
 
 pytest.importorskip("captum")
 pytest.importorskip("zennit")
-from drsa_audit import class_folders, find_classes, load_images, photo_files
+from drsa_audit import class_folders, load_images, photo_files
 from drsa_audit.images import to_pixels
-from drsa_audit.package_photos import find_photo, package_photos, random_crops
+from photographs import find_photo, package_photos, random_crops
+from study.classes import find_classes
 
 from .photos import random_photos
 
@@ -36,10 +37,10 @@ def test_bad_folders_are_named(tmp_path) -> None:
         find_classes(data, ["1"])
     broken = data / "val" / "001_a" / "x.jpg"
     broken.write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match=r"skipped .*x\.jpg"):
+    with pytest.warns(UserWarning, match=r"skipped: .*x\.jpg"):
         pixels, names, unreadable = load_images([*found.val, broken], 32)
-    assert (len(pixels), names, unreadable) == (2, ["00.png", "01.png"], [str(broken)])
-    with pytest.warns(UserWarning, match="skipped"), pytest.raises(ValueError, match="none of the 1"):
+    assert (len(pixels), names, len(unreadable)) == (2, ["00.png", "01.png"], 1)
+    with pytest.raises(ValueError, match="none of the 1"):
         load_images([broken], 32)
 
 
@@ -111,15 +112,9 @@ def test_whatever_a_decoder_raises_one_file_is_skipped(tmp_path, monkeypatch, er
         return opened(file)
 
     monkeypatch.setattr(Image, "open", failing)
-    with pytest.warns(UserWarning, match=r"skipped .*bad\.png, which cannot be read: damaged"):
+    with pytest.warns(UserWarning, match=r"1 of 2 images cannot be read .*bad\.png \(damaged\)"):
         pixels, names, unreadable = load_images([bad, good], 8)
-    assert (len(pixels), names, unreadable) == (1, ["good.png"], [str(bad)])
-
-
-def test_a_wrong_interpolation_is_no_fault_of_the_files(tmp_path) -> None:
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=r"interpolation must be one of .*bicubic.*, got 'cubic'"):
-        load_images([tmp_path / "a.png"], 8, interpolation="cubic")
+    assert (len(pixels), names, unreadable) == (1, ["good.png"], [f"{bad} (damaged)"])
 
 
 def test_sixteen_bits_of_a_single_photograph_are_scaled(tmp_path) -> None:

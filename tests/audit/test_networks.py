@@ -15,11 +15,12 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 import timm
 import torchvision
-from drsa_audit import Network, load_network, make_backend, relevance_at, with_upper_gamma
-from drsa_audit.networks import SuitableRules, with_gamma
+from drsa_audit import Network, load_network
+from drsa_audit.networks import SuitableRules
 from drsa_core import PRCA, PairStore, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
 from safetensors.torch import save_file
+from study.backends import Backend, relevance_at, with_gamma, with_upper_gamma
 from zennit.attribution import Gradient
 
 from tests.closeness import assert_same
@@ -73,7 +74,7 @@ def test_networks_take_weights_from_a_file_and_bring_their_rules(tmp_path, name:
     network.model(x)
     handle.remove()
     subspaces = Subspaces(torch.eye(activation["D"]), [1, activation["D"] - 1])
-    backend = make_backend("lrp", network, network.layer)
+    backend = Backend("lrp", network, network.layer)
     maps = backend.explain(x, 0, subspaces)
     assert maps.shape == (1, 2, 3, 64, 64)
     assert maps.any()
@@ -127,7 +128,7 @@ def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
     assert_same(network.model(image()).detach(), original(image()).detach())
     assert network.output_of(283) == 3
     assert isinstance(network.composite("features.4"), VGGGamma)
-    maps = make_backend("lrp", network, "features.4").explain(image(), 3, Subspaces(torch.eye(8), [3, 5]))
+    maps = Backend("lrp", network, "features.4").explain(image(), 3, Subspaces(torch.eye(8), [3, 5]))
     assert maps.any()
 
     file = tmp_path / "mine.py"
@@ -159,7 +160,7 @@ def test_rules_are_the_same_when_pairs_are_collected_and_when_they_are_explained
     model = SmallVGG() if "VGG" in name else timm.create_model(name, pretrained=False)
     torch.save(shaken(model).state_dict(), weights)
     network = load_network(name, weights)
-    backend = make_backend("lrp", network, network.layer or "features.4")
+    backend = Backend("lrp", network, network.layer or "features.4")
     pairs = backend.collect([image(), image(48)], 1, 20, 0, PairStore(tmp_path / "pairs"))
     subspaces = PRCA(1).fit(pairs).subspaces_
     assert subspaces.provenance is not None
@@ -189,12 +190,12 @@ def test_another_gamma_below_a_layer() -> None:
     rules = SuitableRules(model, (0.5,) * 3, (0.25,) * 3)
     network = Network(model, 32, Preprocessing.from_mean_std(0.5, 0.25), "layer3", rules)
     x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    found = make_backend("lrp", with_gamma(network, 1.0), "layer3").attribute(x, 1)
+    found = Backend("lrp", with_gamma(network, 1.0), "layer3").attribute(x, 1)
     low, high = torch.full((1, 3, 1, 1), -2.0), torch.full((1, 3, 1, 1), 2.0)
     with Gradient(model, ConvNetGamma(1.0, low=low, high=high, layer="layer3")) as gradient:
         expected = gradient(x, relevance_at(1))[1]
     assert_same(found, expected.detach())
-    assert not torch.allclose(found, make_backend("lrp", network, "layer3").attribute(x, 1))
+    assert not torch.allclose(found, Backend("lrp", network, "layer3").attribute(x, 1))
     with pytest.raises(ValueError, match="rules of its own"):
         with_gamma(load_network(f"{__name__}:SmallVGG"), 0.1)
 
@@ -203,8 +204,8 @@ def test_another_gamma_above_a_layer() -> None:
     network = load_network(f"{__name__}:SmallVGG")
     shaken(network.model)
     x = image()
-    usual = make_backend("lrp", network, "features.1").attribute(x, 1)
-    other = make_backend("lrp", with_upper_gamma(network, "features.1", 5.0), "features.1").attribute(x, 1)
+    usual = Backend("lrp", network, "features.1").attribute(x, 1)
+    other = Backend("lrp", with_upper_gamma(network, "features.1", 5.0), "features.1").attribute(x, 1)
     assert float((usual - other).abs().max()) > 1e-2 * float(usual.abs().max())
     with pytest.raises(ValueError, match=r"there is no layer 'features\.9'"):
         with_upper_gamma(network, "features.9", 0.0)
@@ -235,7 +236,7 @@ def test_gamma_is_0_above_the_concept_layer(name: str, layer: str) -> None:
         return relevance.detach()
 
     expected = maps(ConvNetGamma(0.25, low=black, high=white, layer=layer, gamma_above=0.0))
-    assert_same(make_backend("lrp", network, layer).attribute(x, 3), expected)
+    assert_same(Backend("lrp", network, layer).attribute(x, 3), expected)
     everywhere = maps(ConvNetGamma(0.25, low=black, high=white))
     assert float((everywhere - expected).abs().max()) > 1e-2 * float(expected.abs().max())
 
@@ -249,7 +250,7 @@ def test_upper_gamma_leaves_the_rules_below_as_they_are() -> None:
     network = Network(model, 64, Preprocessing.from_mean_std(0.5, 0.25), "", rules)
 
     def maps(network: Network) -> Tensor:
-        return make_backend("lrp", network, "layer3").attribute(x, 1)
+        return Backend("lrp", network, "layer3").attribute(x, 1)
 
     # γ is 0 above the layer by itself.
     for gamma in (0.1, 1.0):

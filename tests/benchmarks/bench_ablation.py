@@ -12,17 +12,22 @@ image's mean is taken off.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from drsa_audit import find_classes, load_images, load_network
+from drsa_audit import load_images, load_network
 from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
 from drsa_core.evaluation import ConceptAblation, concept_ablation
-from drsa_core.plot import ablation_scatter
+from study.classes import find_classes
 from zennit.attribution import Gradient
 
 from zennit_drsa import DisentangledAttributor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from study.curves import ablation_scatter
 
 
 def methods(k: int) -> dict[str, Callable[[Pairs], Subspaces]]:

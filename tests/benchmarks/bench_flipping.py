@@ -8,8 +8,8 @@ bare network runs on images that are ready, at each batch size and in both memor
 yardstick. Against Quantus: 8 photographs, mean fill, one patch a step, as it does it; both runs in slices of
 a second or less, as the speed of a machine may change within minutes, or with --in-turn one whole run after
 the other. "× bare" is against the fastest of all bare passes of the round. Times of patch flipping include
-everything, the copy of the network and the search for the batch size too. Run it on an idle machine, or with
---cpu: then times are CPU seconds of one thread, which other programs disturb less (without slices).
+everything, the copy of the network too. Run it on an idle machine, or with --cpu: then times are CPU seconds
+of one thread, which other programs disturb less (without slices).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from functools import partial
 
 import torch
 from drsa_audit import Network, load_network
-from drsa_audit.package_photos import package_photos, random_crops
 from drsa_core.evaluation import explain_func, patch_flipping
 from drsa_core.evaluation.folding import fold_batch_norms
-from drsa_core.evaluation.fusing import fuse_activations
+from photographs import package_photos, random_crops
 from slices import Runner, alternate
 from torch import Tensor, nn
 
@@ -130,11 +129,9 @@ def main() -> None:
     if not options.only_rounds:
         least = bare(network.model, inputs, options.sizes, options.repeats, clock)
         folded = fold_batch_norms(network.model)
-        fused = None if folded is None else fuse_activations(folded, inputs[:1])
-        for what, faster in (("batch norms folded", folded), ("activations fused too", fused)):
-            if faster is not None:
-                fewer = bare(faster, inputs, options.sizes, options.repeats, clock, quiet=True)
-                print(f"\nfastest with {what}: {fewer:.2f} ms, {fewer / least:.2f} × the fastest above")
+        if folded is not None:
+            print("\nwith batch norms folded:")
+            bare(folded, inputs, options.sizes, options.repeats, clock)
         print("\n| fill | K | evaluations | ms each | the network in it | × the fastest bare pass |")
         print("|---|---|---|---|---|---|")
         for fill, k in itertools.product(options.fills, options.concepts):

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "shared"), str(ROOT / "examples")]
 
-from drsa_audit import audit_steps, find_classes, fitting  # noqa: E402
+from drsa_audit import steps  # noqa: E402
 from drsa_audit.work import Work  # noqa: E402
 from drsa_core import DRSA, Pairs, PairStore, Subspaces, fit_many, joined_ranks  # noqa: E402
 from drsa_core.collection import collect_pairs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from study.classes import find_classes  # noqa: E402
 from study.jobs import learned_job, single_job  # noqa: E402
 
 from tests.command.running import succeeded  # noqa: E402
@@ -155,7 +157,7 @@ class NotingBackend(CountingBackend):
         self.log = log
 
     def collect(self, batches: Any, target: Any, positions: Any, seed: Any, store: Any) -> Pairs:
-        """As in `drsa_audit.Backend`."""
+        """As in `study.backends.Backend`."""
 
         def context(inputs: Any, chosen: Any) -> Any:
             note(self.log, "batch")
@@ -167,14 +169,14 @@ class NotingBackend(CountingBackend):
         )
 
     def explain(self, inputs: Any, target: Any, subspaces: Any) -> Any:
-        """As in `drsa_audit.Backend`; the first of two calls a job is noted."""
+        """As in `study.backends.Backend`; the first of two calls a job is noted."""
         if self.explained % 2 == 0:
             note(self.log, "job")
         return super().explain(inputs, target, subspaces)
 
 
 class Benchmark(Case):
-    """An experiment of `drsa_audit`: two classes, four jobs each."""
+    """An experiment of `examples/study`: two classes, four jobs each."""
 
     name = "benchmark"
 
@@ -231,13 +233,13 @@ class Audit(Case):
         """As in `Case`."""
         # The process was forked for this run and ends with it: nothing has to be put back.
         places: list[tuple[Any, str, str]] = [
-            (audit_steps, "_explain_batch", "map"),
-            (audit_steps, "patch_flipping", "flipping"),
-            (fitting, "learn", "fit"),
+            (steps, "explain_batch", "map"),
+            (steps, "patch_flipping", "flipping"),
+            (steps, "_learn", "fit"),
         ]
         for module, name, kind in places:
             setattr(module, name, noting(log, kind, getattr(module, name)))
-        remembered, patched = Work.remembered, vars(audit_steps)["Work"]
+        remembered, patched = Work.remembered, vars(steps)["Work"]
 
         def noting_steps(work: Work, name: str, key: Any, make: Callable[[], Any]) -> Any:
             return remembered(work, name, key, noting(log, "step", make))

@@ -104,7 +104,7 @@ class Study:
 
     def _flip(self, x: Tensor, maps: Tensor, output: int) -> dict[str, Any]:
         curves = patch_flipping(
-            self._outputs, x, maps, output, (MEAN, STD), patch_size=PATCH, schedule=SCHEDULE, workers=1
+            self._outputs, x, maps, output, (MEAN, STD), patch_size=PATCH, schedule=SCHEDULE
         )
         return {"aupc": float(curves.aupc), "scores": curves.scores[0].tolist()}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from click.testing import CliRunner, Result
-from drsa_audit.command.main import cli
+from drsa_audit.cli import cli
 
 
 def drsa(*words: str | Path | int) -> Result:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torchvision.models
-from drsa_audit import AuditSettings, audit, concepts
-from drsa_audit.audit_steps import load_explained
+from drsa_audit import AuditSettings, audit, steps
 from drsa_audit.auditing import command_of
-from drsa_audit.opening import ModelSettings, open_network
-from drsa_audit.record import AuditRecord
-from drsa_audit.session import find_concept_layer
+from drsa_audit.layers import find_concept_layer
+from drsa_audit.networks import open_network
+from drsa_audit.results import AuditRecord, Explained
+from drsa_audit.settings import ModelSettings
 from drsa_core import Subspaces
 from drsa_core.evaluation import concept_ablation
 from PIL import Image
@@ -100,7 +100,7 @@ def test_fit_saves_subspaces_with_their_provenance(fitted) -> None:
 
 
 def test_fit_chooses_how_many_concepts(folders, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("drsa_audit.concepts.TRIED", range(2, 4))
+    monkeypatch.setattr("drsa_audit.steps.TRIED", range(2, 4))
     words = ("--layer", "4", "--target", "0", "--subspaces", "auto", "--json")
     result = succeeded(
         "fit", MODEL, *INPUT, "--train", folders[0], "--out", tmp_path / "auto.safetensors", *words
@@ -143,7 +143,7 @@ def test_explain_writes_pictures_and_a_table_that_add_up(fitted, folders, tmp_pa
     with (out / "relevance.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     (folder,) = [path for path in out.iterdir() if path.is_dir()]
-    explained = load_explained(folder)
+    explained = Explained.load(folder)
     for n, row in enumerate(rows):
         assert float(row["S1"]) == pytest.approx(float(explained.relevance[n, 0]), rel=1e-4)
     # LRP with complete subspaces: the maps add up to the one map, in float32.
@@ -178,7 +178,7 @@ def test_audit_leaves_a_report_and_all_that_it_is_made_of(finished) -> None:
     assert set(record.ablation["others"]) == {"DSA", "PCA", "random"}
     assert len(record.history) > 1
     assert {"pairs", "concepts", "maps", "flipping", "ablation"} <= set(record.seconds)
-    explained = load_explained(finished.work / record.explained)
+    explained = Explained.load(finished.work / record.explained)
     subspaces = Subspaces.load(finished.work / record.subspaces)
     assert explained.maps.shape == (6, subspaces.n_subspaces, SIZE, SIZE)
 
@@ -191,7 +191,7 @@ def test_concepts_are_compared_with_as_many_other_subspaces(finished, monkeypatc
         seen.append(explainer.subspaces if subspaces is None else subspaces)
         return concept_ablation(explainer, inputs, target, subspaces, **options)
 
-    monkeypatch.setattr(concepts, "concept_ablation", recorded)
+    monkeypatch.setattr(steps, "concept_ablation", recorded)
     out = finished.report.with_name("three.html")
     words = ("--subspaces", 3, "--layer", "4", "--no-stability", "--no-flipping")
     succeeded(

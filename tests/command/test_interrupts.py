@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drsa_audit import audit_steps
-from drsa_audit.backends import LRP
+from drsa_audit import steps
 from drsa_core import Subspaces
+
+from zennit_drsa import DisentangledAttributor
 
 from .running import drsa, files_in, succeeded
 from .tiny import INPUT, MODEL
 
 PLACES = {
-    "pairs": (LRP, "collect"),
-    "concepts": (audit_steps, "relevance_of"),
-    "maps": (audit_steps, "_explain_batch"),
-    "flipping": (audit_steps, "patch_flipping"),
+    "pairs": (DisentangledAttributor, "collect"),
+    "concepts": (steps, "relevance_of"),
+    "maps": (steps, "explain_batch"),
+    "flipping": (steps, "patch_flipping"),
 }
 
 

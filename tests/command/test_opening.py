@@ -9,15 +9,13 @@ import pytest
 import torch
 import torchvision
 from drsa_audit import BadInput, Network
-from drsa_audit.backend_choice import choose_backend
 from drsa_audit.folders import TargetClass, find_files
 from drsa_audit.images import to_pixels
-from drsa_audit.layers import LayerInfo, inspect_layers, suggested_layer
-from drsa_audit.networks import load_network, with_input
-from drsa_audit.opening import ModelSettings, describe_preprocessing, open_network
-from drsa_audit.published import Transform, published_transform
-from drsa_audit.session import find_concept_layer
-from drsa_audit.weights import find_factory
+from drsa_audit.layers import LayerInfo, find_concept_layer, inspect_layers, suggested_layer
+from drsa_audit.models import Transform, find_factory, published_transform
+from drsa_audit.networks import load_network, network_of, open_network
+from drsa_audit.settings import ModelSettings
+from drsa_audit.wrappers import choose_method
 from drsa_core.evaluation import Preprocessing
 from PIL import Image
 from torch import nn
@@ -48,15 +46,13 @@ def test_models_that_squeeze_the_whole_photograph_get_it() -> None:
     overlay = {"crop_mode": "squash", "crop_pct": 1.0}
     model = timm.create_model("test_vit", pretrained=False, pretrained_cfg_overlay=overlay)
     config = timm.data.resolve_model_data_config(model)
-    found = with_input(Network(network(), 8, Preprocessing.from_mean_std(0, 1), "", EpsilonPlus),
-                       published_transform(model))  # fmt: skip
+    found = network_of(network(), "", published_transform(model))
     assert (found.size, found.resize) == (config["input_size"][1], None)
     pixels = (torch.rand(300, 400, 3, generator=torch.Generator().manual_seed(0)) * 255).byte()
     photo = Image.fromarray(pixels.numpy())
     theirs = timm.data.create_transform(**config, is_training=False)(photo)
     # PIL rounds to 8 bits after resizing, before the normalisation; so does timm.
     torch.testing.assert_close(found.to_input(photo), theirs, atol=1e-5, rtol=0)
-    assert published_transform(model).resize_for(64) is None
 
 
 def test_other_classes_of_one_name_are_told_apart(tmp_path) -> None:
@@ -106,7 +102,7 @@ def test_photographs_are_cut_in_the_middle_and_turned_upright() -> None:
 
 def test_rules_follow_other_preprocessing() -> None:
     plain = open_network(ModelSettings(model=network()))
-    other = with_input(plain, Transform(32, 32, (0.0, 0.0, 0.0), (0.5, 0.5, 0.5)))
+    other = plain.with_input(Transform(32, 32, (0.0, 0.0, 0.0), (0.5, 0.5, 0.5)))
     white = torch.ones(1, 3, 2, 2)
     assert float(other.preprocessing.to_inputs(white).max()) == 2.0
     for changed, high in ((plain, 2.64), (other, 2.0)):
@@ -173,21 +169,21 @@ def test_a_layer_with_a_path_around_it_is_known() -> None:
 def test_lrp_by_force_and_other_methods_as_asked() -> None:
     gated = open_network(ModelSettings(model=Gated().eval()))
     x = torch.rand(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
-    choice = choose_backend("lrp", gated, x, 0)
+    choice = choose_method("lrp", gated, x, 0)
     assert (choice.backend, choice.is_other) == ("ig", True)
-    assert choose_backend("gxi", gated, x, 0).backend == "gxi"
-    forced = choose_backend("lrp", gated, x, 0, force=True)
+    assert choose_method("gxi", gated, x, 0).backend == "gxi"
+    forced = choose_method("lrp", gated, x, 0, force=True)
     assert forced.backend == "lrp"
     assert "by force" in forced.reason
     plain = open_network(ModelSettings(model=network()))
-    assert choose_backend("lrp", plain, x, 0).backend == "lrp"
+    assert choose_method("lrp", plain, x, 0).backend == "lrp"
 
 
 def test_the_doctor_examines_the_rules_for_the_layer() -> None:
     found = open_network(ModelSettings(model=torchvision.models.resnet18(weights=None).eval(), size=32))
     x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     for layer, rules in ((None, "EpsilonPlus"), ("layer3", "ConvNetGamma")):
-        choice = choose_backend("lrp", found, x, 0, layer=layer)
+        choice = choose_method("lrp", found, x, 0, layer=layer)
         assert choice.examination is not None
         assert choice.examination["rules"] == rules
         assert rules in choice.reason
@@ -214,16 +210,8 @@ def test_what_is_not_said_of_the_preprocessing_stays() -> None:
     assert other.resize is None
     turned = open_network(ModelSettings(model=own, channel_order="RGB"))
     torch.testing.assert_close(turned.preprocessing.to_inputs(x.flip(1)), expected)
-    assert describe_preprocessing(own)["channels"] == "BGR"
-    assert describe_preprocessing(turned)["channels"] == "RGB"
-
-
-def test_channels_alone_say_nothing_of_a_network_that_mixes_them() -> None:
-    grey = Preprocessing(lambda x: x, lambda x: x.mean(1, keepdim=True).expand_as(x))
-    own = Network(network(), 32, grey, "4", lambda layer: EpsilonPlus())
-    with pytest.raises(BadInput, match="give --mean and --std too"):
-        open_network(ModelSettings(model=own, channel_order="BGR"))
-    assert describe_preprocessing(own)["channels"] == [[pytest.approx(1 / 3, abs=1e-5)] * 3] * 3
+    assert own.describe_preprocessing()["channels"] == "BGR"
+    assert turned.describe_preprocessing()["channels"] == "RGB"
 
 
 @pytest.mark.parametrize(

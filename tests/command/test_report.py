@@ -11,20 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drsa_audit.audit_steps import Explained, _joined_certificate, load_explained
-from drsa_audit.record import AuditRecord
 from drsa_audit.report import make_verdict, render
-from drsa_audit.report.charts import Line, line_chart
-from drsa_audit.report.choice_of_k import choice_rows
-from drsa_audit.report.colours import concept_colours
+from drsa_audit.report.charts import Line, choice_rows, concept_colours, line_chart
 from drsa_audit.report.pictures import crop_box, packed, shrunk
+from drsa_audit.results import AuditRecord, Explained, join_certificates
 from drsa_core import Subspaces
 
 
 @pytest.fixture(scope="module")
 def parts(finished) -> tuple[AuditRecord, Explained, Subspaces]:
     record = AuditRecord.load(finished.work)
-    explained = load_explained(finished.work / record.explained)
+    explained = Explained.load(finished.work / record.explained)
     return record, explained, Subspaces.load(finished.work / record.subspaces)
 
 
@@ -293,7 +290,7 @@ def test_shares_of_all_images_do_not_depend_on_the_batches() -> None:
         {"score": torch.tensor([10.0, 10, 10, 10]), "maps": torch.full((4, 1, 1, 1), 9.0)},
         {"score": torch.tensor([0.5]), "maps": torch.full((1, 1, 1, 1), 2.5)},
     ]
-    joined = _joined_certificate([certificate(0.9, 0.1, 0.0), certificate(5.0, -4.0, 0.5)], batches)
+    joined = join_certificates([certificate(0.9, 0.1, 0.0), certificate(5.0, -4.0, 0.5)], batches)
     assert joined["share_of_score"] == pytest.approx((4 * 9 + 2.5) / 40.5)
     assert joined["kept"]["bias"] == pytest.approx((4 * 1 - 2.0) / 40.5)
     assert joined["unaccounted"] == pytest.approx(0.5 * 0.5 / 40.5)
@@ -301,10 +298,10 @@ def test_shares_of_all_images_do_not_depend_on_the_batches() -> None:
     assert (joined["maps_to_layer"], joined["is_complete"], joined["around_the_layer"]) == (0.5, True, None)
     # Scores that cancel in a batch have no share there, but count in the whole; those that cancel have none.
     batches[1] = {"score": torch.tensor([0.5, -0.5]), "maps": torch.full((2, 1, 1, 1), 1.25)}
-    joined = _joined_certificate([certificate(0.9, 0.1, 0.0), certificate(None, None, 0.5)], batches)
+    joined = join_certificates([certificate(0.9, 0.1, 0.0), certificate(None, None, 0.5)], batches)
     assert joined["share_of_score"] == pytest.approx((4 * 9 + 2.5) / 40)
     batches[1]["score"] = torch.tensor([-20.0, -20.0])
-    joined = _joined_certificate([certificate(0.9, 0.1, 0.0), certificate(-0.1, 1.1, 0.5)], batches)
+    joined = join_certificates([certificate(0.9, 0.1, 0.0), certificate(-0.1, 1.1, 0.5)], batches)
     assert joined["share_of_score"] is joined["kept"] is None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drsa_audit import audit_steps, concepts
+from drsa_audit import steps
 from drsa_audit.work import files_digest, subspaces_digest
 from drsa_core import Subspaces
 from drsa_core.storage import locked
@@ -200,24 +200,19 @@ def test_names_that_are_no_text_or_long(fitted, folders, images, tmp_path) -> No
 
 def test_notes_of_what_is_kept_are_kept(folders, tmp_path, monkeypatch) -> None:
     """A second run of the same command reads what the first has found, and must say as much about it."""
-    explain_batch = audit_steps._explain_batch
 
-    def noting(session, *rest):
-        session.progress.note("learned with care")
-        warnings.warn("the fit did not converge", UserWarning, stacklevel=2)
-        return concepts.learn(session, *rest)
+    def noisy(name: str, text: str) -> None:
+        original = getattr(steps, name)
 
-    def warning(*rest):
-        warnings.warn("there are too few steps", UserWarning, stacklevel=2)
-        explain_batch(*rest)
+        def warning(*args, **kwargs):
+            warnings.warn(text, UserWarning, stacklevel=2)
+            return original(*args, **kwargs)
 
-    def warning_too(*rest):
-        warnings.warn("without a concept it is another", UserWarning, stacklevel=2)
-        return concepts.take_out(*rest)
+        monkeypatch.setattr(steps, name, warning)
 
-    monkeypatch.setattr("drsa_audit.fitting.learn", noting)
-    monkeypatch.setattr("drsa_audit.auditing.take_out", warning_too)
-    monkeypatch.setattr(audit_steps, "_explain_batch", warning)
+    noisy("_learn", "the fit did not converge")
+    noisy("concept_ablation", "without a concept it is another")
+    noisy("explain_batch", "there are too few steps")
     out = tmp_path / "report.html"
     odd = ("--size", 31, "--resize", 31)  # patches of 2 × 2 do not divide it
     words = ("audit", MODEL, *INPUT, *odd, *GXI, *FIT, "--train", folders[0], "--test", folders[1], "--out",
@@ -227,7 +222,6 @@ def test_notes_of_what_is_kept_are_kept(folders, tmp_path, monkeypatch) -> None:
     assert not caught  # notes take their place
     monkeypatch.undo()
     for text in (
-        "learned with care",
         "the fit did not converge",
         "there are too few steps",
         "without a concept it is another",

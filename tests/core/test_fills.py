@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from drsa_core.evaluation import (
-    FILLS,
-    Preprocessing,
-    patch_flipping,
-)
+from drsa_core.evaluation import FILLS, Preprocessing, patch_flipping
 
 from .test_flipping import Linear, contributions, flip
 
@@ -19,28 +15,23 @@ def test_telea_continues_what_surrounds_a_hole_and_keeps_the_rest() -> None:
     image[0], image[:, 4:8, 4:8] = 0.6, 1.0
     mask = np.zeros((16, 16), dtype=bool)
     mask[4:8, 4:8] = True
-    filled = FILLS["telea"](image, mask, np.zeros(3))
     expected = np.array([0.6, 0.2, 0.2])[:, None, None] * np.ones((3, 16, 16))
     # OpenCV rounds inside: up to 2 of 255 steps away, where the hole itself was 102 steps away or more.
-    np.testing.assert_allclose(filled, expected, atol=2.01 / 255)
-    grey = FILLS["telea"](image[:1], mask, np.zeros(1))
-    np.testing.assert_allclose(grey, expected[:1], atol=2.01 / 255)
+    np.testing.assert_allclose(FILLS["telea"](image, mask, np.zeros(3)), expected, atol=2.01 / 255)
+    np.testing.assert_allclose(FILLS["telea"](image[:1], mask, np.zeros(1)), expected[:1], atol=2.01 / 255)
 
 
 def test_nothing_of_an_image_that_is_removed_altogether_comes_back() -> None:
     """OpenCV returns an image that is masked everywhere as it came."""
-    image = np.random.default_rng(0).random((3, 8, 8))
-    neutral = np.array([0.1, 0.2, 0.3])
+    image, neutral = np.random.default_rng(0).random((3, 8, 8)), np.array([0.1, 0.2, 0.3])
     for name in ("telea", "mean", "constant"):
         filled = FILLS[name](image, np.ones((8, 8), dtype=bool), neutral)
         np.testing.assert_allclose(filled, neutral[:, None, None] * np.ones((3, 8, 8)))
 
 
 def test_mean_and_blur() -> None:
-    image = np.zeros((1, 4, 4))
-    image[0, :, 2:] = [[0.5, 1.0]]
-    mask = np.zeros((4, 4), dtype=bool)
-    mask[:, 3] = True
+    image, mask = np.zeros((1, 4, 4)), np.zeros((4, 4), dtype=bool)
+    image[0, :, 2:], mask[:, 3] = [[0.5, 1.0]], True
     assert FILLS["mean"](image, mask, np.zeros(1))[0, 0, 3] == pytest.approx(0.5 / 3)
     large, hole = np.full((3, 1024, 1024), 0.9, dtype=np.float32), np.eye(1024, dtype=bool)
     assert FILLS["mean"](large, hole, np.zeros(3))[:, 0, 0] == pytest.approx(0.9, abs=1e-5)
@@ -67,56 +58,27 @@ def test_fills_by_name_and_as_functions(fill, scores: list[float]) -> None:
     torch.testing.assert_close(curves.scores, torch.tensor([scores], dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-def test_every_fill_has_a_name_that_is_tested() -> None:
-    assert set(FILLS) == {"telea", "mean", "blur", "constant"}
-
-
-def test_mean_and_std_or_a_pair_of_functions() -> None:
+def test_mean_and_std_or_functions_which_may_write_into_what_they_get() -> None:
     generator = torch.Generator().manual_seed(0)
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
-    pixels = torch.rand(2, 3, 8, 8, generator=generator, dtype=torch.float64)
     shift, scale = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (mean, std))
-    inputs = (pixels - shift) / scale
-    maps = torch.randn(2, 3, 8, 8, generator=generator)
+    inputs = (torch.rand(2, 3, 8, 8, generator=generator, dtype=torch.float64) - shift) / scale
+    maps, before = torch.randn(2, 3, 8, 8, generator=generator), inputs.clone()
     model = Linear(torch.randn(3, 8, 8, generator=generator, dtype=torch.float64)).eval()
-    by_numbers = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4)
-    functions = Preprocessing(lambda x: x * scale + shift, lambda x: (x - shift) / scale)
-    by_functions = patch_flipping(model, inputs, maps, 0, functions, patch_size=4)
-    torch.testing.assert_close(by_numbers.scores, by_functions.scores, rtol=0, atol=1e-12)
-    # Nothing left: the network sees 0.
-    constant = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4, fill="constant")
-    torch.testing.assert_close(constant.scores[:, -1], torch.zeros(2, dtype=torch.float64), atol=1e-6, rtol=0)
-    torch.testing.assert_close(constant.scores[:, 0], model(inputs)[:, 0].clamp(min=0), rtol=0, atol=1e-12)
 
-
-def test_functions_may_write_into_what_they_are_given() -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.rand(2, 3, 16, 16, generator=generator, dtype=torch.float64) * 4 - 2
-    maps = torch.randn(2, 2, 3, 16, 16, generator=generator)
-    model, before = (
-        Linear(torch.rand(3, 16, 16, generator=generator, dtype=torch.float64)).eval(),
-        inputs.clone(),
-    )
-
-    def fill(image, mask, neutral):
-        filled = image.copy()
-        filled[:, mask] = image.mean()
-        return filled
-
-    def careless_fill(image, mask, neutral):
-        image[:, mask] = image.mean()
-        mask[:], neutral[:] = False, 0
+    def careless_constant(image, mask, neutral):
+        image[:, mask] = neutral[:, None]
+        mask[:], neutral[:] = False, 0.9
         return image
 
-    careful = patch_flipping(model, inputs, maps, 0, (0.5, 0.25), patch_size=4, fill=fill)
-    careless = patch_flipping(
-        model,
-        inputs,
-        maps,
-        0,
-        Preprocessing(lambda x: x.mul_(0.25).add_(0.5), lambda x: x.sub_(0.5).div_(0.25)),
-        patch_size=4,
-        fill=careless_fill,
-    )
+    constant = patch_flipping(model, inputs, maps, 0, (mean, std), patch_size=4, fill="constant")
+    functions = Preprocessing(lambda x: x.mul_(scale).add_(shift), lambda x: x.sub_(shift).div_(scale))
+    careless = patch_flipping(model, inputs, maps, 0, functions, patch_size=4, fill=careless_constant)
     assert torch.equal(inputs, before)
-    torch.testing.assert_close(careless.scores, careful.scores, rtol=0, atol=1e-12)
+    torch.testing.assert_close(careless.scores, constant.scores, rtol=0, atol=1e-12)
+    # Nothing left: the network sees 0.
+    torch.testing.assert_close(constant.scores[:, -1], torch.zeros(2, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(constant.scores[:, 0], model(inputs)[:, 0].clamp(min=0), rtol=0, atol=1e-12)
+    bgr = Preprocessing.from_mean_std(mean, std, "BGR")
+    torch.testing.assert_close(bgr.to_pixels(inputs), (inputs * scale + shift).flip(1))
+    torch.testing.assert_close(bgr.to_inputs(bgr.to_pixels(inputs)), inputs)

@@ -75,7 +75,7 @@ def test_another_collection_is_refused_before_anything_is_computed(tmp_path, cha
 def test_stores_that_do_not_say_how_they_were_made(tmp_path) -> None:
     old = PairStore(tmp_path)
     old.append(batch())
-    with pytest.raises(ValueError, match="the batches there do not say"), old.writing(made()):
+    with pytest.raises(ValueError, match="the stored pairs do not say"), old.writing(made()):
         pytest.fail("the block was entered")
     assert old.load().provenance is None
     with pytest.raises(ValueError, match="the new pairs do not say"):

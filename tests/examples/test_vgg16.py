@@ -34,7 +34,7 @@ def factory():
 def test_concepts_of_a_vgg(tmp_path) -> None:
     for package in ("skimage", "zennit", "matplotlib"):
         pytest.importorskip(package)
-    from drsa_audit.package_photos import find_photo, random_crops
+    from photographs import find_photo, random_crops
 
     (tmp_path / "models.py").write_text(FACTORY)
     (tmp_path / "train").mkdir()

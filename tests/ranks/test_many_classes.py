@@ -55,14 +55,6 @@ def test_each_class_is_what_it_is_by_itself(tmp_path) -> None:
     assert ClassIndex.load(tmp_path) == index
 
 
-def test_positions_are_those_of_one_collection(tmp_path) -> None:
-    run(tmp_path)
-    whole = GradientTimesInput().collect(photographs(), "label", 5, 0)
-    rows = {tuple(row) for row in whole.a.tolist()}
-    stores = [PairStore(tmp_path / "pairs" / str(label)) for label in range(4)]
-    assert {tuple(row) for store in stores for row in store.load().a.tolist()} == rows
-
-
 def test_only_classes_that_are_wanted(tmp_path) -> None:
     index, images = run(tmp_path, classes=[2, 3])
     labels = photographs().dataset.tensors[1]  # type: ignore[attr-defined]

@@ -18,7 +18,8 @@ pytest.importorskip("zennit")
 pytest.importorskip("timm")
 pytest.importorskip("cv2")
 pytest.importorskip("matplotlib")
-from drsa_audit import Network, find_classes
+from drsa_audit import Network
+from study.classes import find_classes
 from study.experiment import Evaluation, Experiment, OutOfTime
 from study.figures import draw_figures
 from study.jobs import learned_job, random_job, single_job

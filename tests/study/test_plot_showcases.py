@@ -54,7 +54,7 @@ def test_boxes_mark_specific_concepts() -> None:
     table = match_concepts(relevance, LABELS, 0.75, 0.85)
     figure = relevance_boxes(relevance, LABELS, table, ["a", "b", "c"], ["one", "(2)", "three", "four"])
     assert [axis.get_title() for axis in figure.axes] == ["one", "(2)", "three", "four"]
-    with pytest.raises(ValueError, match="4 strings, one for each concept, got 1"):
+    with pytest.raises(ValueError, match="names must be 4 strings"):
         relevance_boxes(relevance, LABELS, table, concept_names=["one"])
     assert len(figure.axes) == 4
     for k, axis in enumerate(figure.axes):

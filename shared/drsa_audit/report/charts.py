@@ -1,15 +1,19 @@
-"""Small charts as SVG, drawn by hand: lines and points. Colours are those of the page, light or dark."""
+"""Small charts as SVG, drawn by hand, and one colour for each concept."""
 
 from __future__ import annotations
 
+import colorsys
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup, escape
 
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 14, 42
+# Okabe and Ito's palette without black and yellow, which vanish on dark and light pages.
+_FIRST = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,82 @@ def _ticks(values: Sequence[float]) -> tuple[tuple[float, float], list[float]]:
     # To twelve digits of their own, however small the numbers are.
     ticks = [float(f"{i * step:.12g}") for i in range(first, last + 1)]
     return (ticks[0], ticks[-1]), ticks
+
+
+def choice_charts(found: dict[str, Any]) -> dict[str, Markup]:
+    """Why there are so many concepts: stability, and the objective on images left out, against K."""
+    ks, chosen = found["n_subspaces"], f"{found['best']} are shown"
+    charts = {
+        "choice": line_chart(
+            [
+                Line("least stable concept", ks, found["index"], "one"),
+                Line("needed", ks, found["threshold"], "faint"),
+            ],
+            "number of concepts K",
+            "stability",
+            f"Stability of the least stable concept by number of concepts; {chosen}.",
+        )
+    }
+    if "null_objective" in found:
+        charts["objective"] = line_chart(
+            [
+                Line("images left out", ks, found["held_out"], "one"),
+                Line("shuffled contexts", ks, found["null_objective"], "faint"),
+            ],
+            "number of concepts K",
+            "objective J",
+            f"Objective on images left out and with shuffled contexts by number of concepts; {chosen}.",
+        )
+    return charts
+
+
+def choice_rows(found: dict[str, Any] | None) -> list[dict[str, str]]:
+    """For each K its numbers as text, and what becomes of its concepts at the next K."""
+    if not found or "splits" not in found:
+        return []
+    splits = [*found["splits"], None]
+    return [
+        {
+            "n_subspaces": str(k),
+            "index": f"{found['index'][i]:.2f}",
+            "overlap": f"{found['overlap'][i]:.2f}",
+            "held_out": f"{found['held_out'][i]:.3g}",
+            "null_objective": f"{found['null_objective'][i]:.3g}",
+            "split": "" if splits[i] is None else _what_splits(k, splits[i]),
+        }
+        for i, k in enumerate(found["n_subspaces"])
+    ]
+
+
+def _what_splits(n_subspaces: int, parents: list[int]) -> str:
+    """In words: which concepts, numbered from 1, have several children among the next ones."""
+    children = {
+        k: [child + 1 for child, parent in enumerate(parents) if parent == k] for k in range(n_subspaces)
+    }
+    parts = [
+        f"{k + 1} splits into {' and '.join(map(str, own))}" for k, own in children.items() if len(own) > 1
+    ]
+    parts += [f"{k + 1} has no successor" for k, own in children.items() if not own]
+    return "; ".join(parts) or "all stay"
+
+
+@dataclass(frozen=True)
+class Colour:
+    """A colour as CSS writes it."""
+
+    code: str
+
+    @property
+    def rgb(self) -> tuple[int, int, int]:
+        """Red, green and blue, 0 to 255."""
+        red, green, blue = (int(self.code[i : i + 2], 16) for i in (1, 3, 5))
+        return red, green, blue
+
+
+def concept_colours(n_concepts: int) -> list[Colour]:
+    """As many colours, told apart by people who do not see all; after six they go around the colour wheel."""
+    colours = [Colour(code) for code in _FIRST[:n_concepts]]
+    for i in range(n_concepts - len(colours)):
+        red, green, blue = colorsys.hls_to_rgb((0.12 + 0.618 * i) % 1, 0.45, 0.6)
+        colours.append(Colour(f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"))
+    return colours

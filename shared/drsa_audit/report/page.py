@@ -13,14 +13,11 @@ from drsa_core import Subspaces
 from drsa_core.storage import write_atomically
 from markupsafe import Markup, escape
 
-from ..audit_steps import Explained, load_explained
 from ..findings import correlation_text, half_area, mixtures
 from ..progress import duration
-from ..record import AuditRecord
+from ..results import AuditRecord, Explained
 from ..work import check_out
-from .charts import Line, line_chart, point_chart
-from .choice_of_k import choice_charts, choice_rows
-from .colours import concept_colours
+from .charts import Line, choice_charts, choice_rows, concept_colours, line_chart, point_chart
 from .pictures import cropped, jpeg, over_photograph, packed, shrunk, strength
 from .verdict import Verdict, make_verdict
 
@@ -43,7 +40,7 @@ def write_report(folder: Path, out: Path) -> Path:
     """
     check_out(out)
     record = AuditRecord.load(folder)
-    explained = load_explained(folder / record.explained)
+    explained = Explained.load(folder / record.explained)
     subspaces = Subspaces.load(folder / record.subspaces)
     write_atomically(out, render(record, explained, subspaces).encode(errors="replace"))
     return out

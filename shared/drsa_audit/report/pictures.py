@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .colours import Colour
+from .charts import Colour
 
 #: Side of the crops around a concept, as a part of the picture's side.
 CROP = 0.4

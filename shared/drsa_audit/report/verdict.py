@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..audit_steps import Explained
 from ..findings import Outlier, TwoGroups, is_known, outliers, share_against, shares, two_groups
-from ..record import AuditRecord
+from ..results import AuditRecord, Explained
 
 #: Fewer images than these are few.
 FEW_TRAIN, FEW_TEST = 30, 10

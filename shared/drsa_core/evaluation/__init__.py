@@ -1,13 +1,25 @@
 """How good concept maps are: patch flipping and scores of Notes D–G, statistics, prototypes (section 5)."""
 
 from .ablation import ConceptAblation, compare_ablations, concept_ablation
-from .filling import Preprocessing
-from .fills import FILLS, Fill
-from .flipping import FlippingCurves, patch_flipping
-from .patches import check_maps, patch_grid, patch_relevance, removal_counts, removal_ranks
-from .prototypes import Prototypes, select_prototypes, top_images
-from .quantus import explain_func
-from .scores import peakness, separability, total_relevance
+from .fills import FILLS, Fill, Preprocessing
+from .flipping import (
+    FlippingCurves,
+    check_maps,
+    patch_flipping,
+    patch_grid,
+    patch_relevance,
+    removal_counts,
+    removal_ranks,
+)
+from .scores import (
+    Prototypes,
+    explain_func,
+    peakness,
+    select_prototypes,
+    separability,
+    top_images,
+    total_relevance,
+)
 from .statistics import Summary, bootstrap_interval, class_means, delta_aupc, summarise
 
 __all__ = [

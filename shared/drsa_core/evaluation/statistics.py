@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -44,16 +44,8 @@ class Summary:
 
 
 def class_means(values: Values, classes: Labels[Label]) -> dict[Label, float]:
-    """Mean over the instances of each class, in the order in which classes first occur.
-
-    Parameters
-    ----------
-    values : tensor or sequence, shape (N,)
-    classes : tensor, array or sequence, length N
-        Class of each instance.
-    """
-    grouped = _by_class(values, classes)
-    return {label: float(group.mean()) for label, group in grouped.items()}
+    """Mean of values (N,) over the instances of each of the classes (N,), in order of first occurrence."""
+    return {label: float(group.mean()) for label, group in _by_class(values, classes).items()}
 
 
 def summarise(
@@ -77,9 +69,8 @@ def summarise(
     """
     means = np.array(list(class_means(values, classes).values()))
     error = float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
-    interval = bootstrap_interval(
-        values, classes, level=level, n_resamples=n_resamples, random_state=random_state
-    )
+    options: Any = {"level": level, "n_resamples": n_resamples, "random_state": random_state}
+    interval = bootstrap_interval(values, classes, **options)
     return Summary(float(means.mean()), error, interval, len(means), len(values))
 
 
@@ -107,9 +98,7 @@ def bootstrap_interval(
         Whether classes are drawn with replacement before their instances are. By default the classes are
         taken as they are, and the interval speaks of these classes only.
     """
-    if not 0 < as_float(level, "level") < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    level, n_resamples = as_float(level, "level"), as_int(n_resamples, "n_resamples", 1)
+    level, n_resamples = as_float(level, "level", 0, 1), as_int(n_resamples, "n_resamples", 1)
     generator = np.random.default_rng(as_seed(random_state))
     groups = list(_by_class(values, classes).values())
     resampled = np.empty((n_resamples, len(groups)))
@@ -141,12 +130,11 @@ def delta_aupc(whole: Values, disentangled: Values, classes: Labels[Label]) -> d
 
 def _by_class(
     values: Values, classes: Labels[Label], name: str = "values"
-) -> Mapping[Label, np.ndarray[Any, Any]]:
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array; drop the masked entries, or fill them")
+) -> dict[Label, np.ndarray[Any, Any]]:
+    # Elements of a tensor are different objects with different hashes: each would be a class.
     labels = as_hashable_labels(classes, "classes")
     tensor = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    if tensor.ndim != 1 or len(tensor) != len(labels) or not len(tensor):
+    if tensor.shape != (len(labels),) or not labels:
         raise ValueError(
             f"{name} must be one number for each of the {len(labels)} instances, at least 1, got shape "
             f"{tuple(tensor.shape)}"
