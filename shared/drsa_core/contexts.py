@@ -20,8 +20,8 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 # A context method maps a request to activations and contexts, both of shape (N, …, D, …).
 ContextMethod: TypeAlias = Callable[[Request], tuple[Tensor, Tensor]]
 
-#: By how much the relevance a ⊙ c may change, relative to its norm, when the points of a path are doubled. What
-#: is missed after that is about half as much, on VGG16 0.4 times.
+#: By how much the relevance a ⊙ c may change, relative to its norm, when the points of a path are doubled.
+#: What is missed then is about half as much (on VGG16 0.4 times).
 TOLERANCE = 0.02
 #: Points of a path are 2^3 − 1 = 7, 15, …, 2^9 − 1 = 511.
 FIRST_LEVEL, N_LEVELS = 3, 7
