@@ -106,16 +106,6 @@ def test_contexts_with_tuples_and_arguments(context) -> None:
     torch.testing.assert_close(c[a != 0], expected[a != 0], rtol=1e-4, atol=1e-5)
 
 
-def test_concept_relevance_adds_up_to_the_score() -> None:
-    """IG conserves from the layer: Σ_k R_k = y(a) − y(0)."""
-    model = conv_net()
-    relevance = split(IntegratedGradients(model)).concept_relevance(images(), 2)
-    with torch.no_grad():
-        a = model.features(images())
-        y, y_0 = (model.classifier(model.top(t).flatten(1))[:, 2] for t in (a.clone(), a * 0))
-    torch.testing.assert_close(relevance.sum(1), y - y_0, rtol=0.01, atol=0)  # what the steps were chosen for
-
-
 class TwoHeads(nn.Module):
     """`forward` scores by one head, `other` by another one."""
 
@@ -175,7 +165,7 @@ def test_layer_attributors_that_cannot_give_contexts() -> None:
 
 
 class Difference(nn.Module):
-    """y = f(a₁) − f(a₂) with a kinked f: what the quadrature misses of one cancels in the sum with the other."""
+    """y = f(a₁) − f(a₂) with a kinked f: what the quadrature misses of one cancels with the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,22 +312,6 @@ def test_context_is_the_mean_over_the_permutations(layout: str, dim: int) -> Non
     expected = (relevance / maps.flatten(1).sum(1))[:, None].expand(5, 6)
     assert torch.equal(a, x)
     torch.testing.assert_close(c.movedim(dim, 0).flatten(1), expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("per_run", "below"), [(None, 3 + 3), (4, 6 + 3)])
-def test_lower_part_is_shared_by_coalitions(per_run: int | None, below: int) -> None:
-    """3 permutations of 8 maps: by default 3 runs of the upper part, or 6 runs of 4.
-
-    Three more find a and what goes around the layer, try whether the lower part can be shared (with 3
-    activations), and score the empty set.
-    """
-    model = conv_net()
-    rows = {"below": 0, "above": 0}
-    model.features[0].register_forward_hook(lambda _, __, y: rows.update(below=rows["below"] + len(y)))
-    model.classifier.register_forward_hook(lambda _, __, y: rows.update(above=rows["above"] + len(y)))
-    context = ShapleyContext(n_samples=3, perturbations_per_eval=per_run)
-    split(ShapleyValueSampling(model), context_method=context).context(images(1), 1)
-    assert rows == {"below": below, "above": 3 * 8 + 1 + 3 + 1}
 
 
 def test_contexts_of_maps_that_cancel_are_warned_about() -> None:
