@@ -74,8 +74,8 @@ class IntegratedGradientsContext:
         if max(errors) > (TOLERANCE if self.n_steps is None else 0.1):
             warn_user(
                 f"the path integral above layer {request.layer_name!r} is off by {max(errors):.0%}; take "
-                "more steps, "
-                f"context_method=IntegratedGradientsContext(n_steps={4 * (self.n_steps or 2**9)})",
+                f"more steps, say {4 * (self.n_steps or 2**9)}: n_steps of the context method "
+                "IntegratedGradientsContext, or context_steps in zennit_drsa",
             )
         return activation, context
 
