@@ -178,7 +178,7 @@ def fit_many(
                     failed[label] = f"{type(error).__name__}: {error}"
                 if ranks.is_first:
                     job.index(contents, names, failed).save()
-        said = ranks.messages([*failed.items()])
+        said = ranks.all_gather([*failed.items()])
         index = job.index(contents, names, {label: why for part in said for label, why in part})
         if ranks.is_first:
             index.save()
