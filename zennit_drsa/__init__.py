@@ -3,14 +3,12 @@
 from drsa_core import RelevanceLossWarning
 from drsa_core.nfnet import NFNetCanonizer
 
-from .attributor import DisentangledAttributor
+from .attribution import DisentangledAttributor, collect
 from .canonizers import TimmCanonizer, TorchvisionCanonizer
-from .composite import DisentangledComposite
+from .composites import DisentangledComposite, SubspaceFilter
 from .doctor import doctor
 from .family_composites import ConvNetGamma, NFNetGamma, TransformerGamma, VGGGamma
-from .filter import SubspaceFilter, VirtualLayer
 from .transformers import TransformerCanonizer, TransformersModel
-from .zennit_pairs import collect
 
 __all__ = [
     "ConvNetGamma",
@@ -26,7 +24,6 @@ __all__ = [
     "TransformerGamma",
     "TransformersModel",
     "VGGGamma",
-    "VirtualLayer",
     "collect",
     "doctor",
 ]

@@ -13,12 +13,13 @@ from inspect import signature
 from typing import Any, TypeAlias
 
 import torch
+from drsa_core.layer import positional_inputs
 from drsa_core.lrp import ModuleEdits
 from drsa_core.provenance import content_digest
 from torch import Tensor, nn
 from zennit.canonizers import Canonizer
 from zennit.composites import layer_map_base
-from zennit.core import BasicHook, Hook, ParamMod, RemovableHandle, RemovableHandleList, Stabilizer
+from zennit.core import BasicHook, Composite, Hook, ParamMod, RemovableHandle, RemovableHandleList, Stabilizer
 from zennit.rules import (
     AlphaBeta,
     Epsilon,
@@ -43,7 +44,7 @@ NONLINEAR_RULES = (ReLUDeconvNet, ReLUGuidedBackprop)
 # Rules that put their own value in the place of the layer's gradient without reading it.
 _REPLACING = (Pass, ReLUBetaSmooth, ReLUDeconvNet)
 # Rules that reduce to a sum of input ⊙ gradient: where an input is zero its gradient does not matter.
-_MULTIPLIED_BY_INPUT = (AlphaBeta, Epsilon, Gamma, Norm, ZBox, ZPlus)
+MULTIPLIED_BY_INPUT = (AlphaBeta, Epsilon, Gamma, Norm, ZBox, ZPlus)
 # What a hook keeps of a backward pass, which says nothing about its rule. So does what starts with "_".
 _WORKING_STATE = {"stored_tensors", "tensor_handles", "active", "backward", "pre_backward"}
 
@@ -53,10 +54,12 @@ _WORKING_STATE = {"stored_tensors", "tensor_handles", "active", "backward", "pre
 
 def hooks_on(module: nn.Module) -> list[Hook]:
     """The Zennit hooks that are registered on a module, once each, in their order."""
-    functions = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    owners = (getattr(function, "__self__", None) for function in functions)
-    # Zennit registers several methods of a hook; dict keeps the order and drops the repetitions.
-    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Hook)))
+    hooks: dict[Hook, None] = {}
+    for function in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, Hook):  # Zennit registers several methods of a hook
+            hooks[owner] = None
+    return list(hooks)
 
 
 def hooks_by_module(model: nn.Module) -> Iterator[tuple[nn.Module, Hook]]:
@@ -83,7 +86,7 @@ def holds_relevance(model: nn.Module, slot: str | None = None) -> bool:
     """Whether the gradient slot holds relevance (LRP composites) rather than gradients."""
     if slot is not None:
         return slot == "relevance"
-    return any(is_active(hook) and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
+    return any(hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
 
 
 def has_cover(hook: Hook) -> bool:
@@ -220,11 +223,6 @@ def replaces_gradient(hook: Hook) -> bool:
     return own or is_basic(hook) or type(hook) in _REPLACING
 
 
-def multiplies_by_input(hook: Hook) -> bool:
-    """Whether a rule's relevance is a sum of products with its modified inputs."""
-    return type(hook) in _MULTIPLIED_BY_INPUT
-
-
 def exchanges_parameters(hook: Hook) -> bool:
     """Whether a rule puts other parameters into its layer.
 
@@ -243,14 +241,9 @@ def runs_with_input_alone(hook: Hook) -> bool:
     return own or (is_basic(hook) and "kwargs" not in signature(BasicHook.forward).parameters)
 
 
-def original_backward(hook: Hook, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> Any:
-    """What the class of a hook computes backward, whatever `replaced_method` has put in its place."""
-    return type(hook).backward(hook, module, grad_input, grad_output)
-
-
 def modified_forwards(hook: BasicHook, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Inputs and outputs of a basic hook's modified forward passes, with a graph from one to the other."""
-    first, *others = kept(hook, "input")
+    first, *others = hook.stored_tensors["input"]
     # Zennit 0.5.1 knows neither further arguments nor keywords, 1.0.0 hands both on.
     keywords = hook.stored_tensors.get("kwargs")
     others, keywords = ([], {}) if keywords is None else (others, keywords)
@@ -263,18 +256,6 @@ def modified_forwards(hook: BasicHook, module: nn.Module) -> list[tuple[Tensor, 
             output = modify_output(modified.forward(input, *others, **keywords))
         passes.append((input, output))
     return passes
-
-
-def mapped_relevance(hook: BasicHook, relevance: Tensor, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a basic hook sends back through each of its modified forward passes."""
-    mapped = hook.gradient_mapper(relevance, outputs)
-    return [mapped] if isinstance(mapped, Tensor) else mapped
-
-
-def reduced(hook: BasicHook, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """The relevance that a basic hook makes of the gradients of its modified forward passes."""
-    relevance: Tensor = hook.reducer(inputs, gradients)
-    return relevance
 
 
 def stabilized(denominator: Tensor, stabilizer: float) -> Tensor:
@@ -326,6 +307,38 @@ def exact_norms(model: nn.Module, before: dict[nn.Module, int]) -> list[ModuleEd
         if norm.eps > 1e-4 and is_merged(norm, before) and "forward" not in vars(norm):
             edits.attribute(norm, "eps", 0.0)
     return [edits]
+
+
+def register(composite: Composite, model: nn.Module) -> None:
+    """Register a composite to a model without rules; to be used inside `restored`, which undoes the rest.
+
+    Merged norms become exact, and inputs given by name come by position.
+    """
+    if composite.handles:
+        raise ValueError(
+            f"the {type(composite).__name__} is registered to a model already; leave its context (or call "
+            "its remove()) and pass it unregistered"
+        )
+    if next(hooks_by_module(model), None) is not None:
+        raise ValueError(
+            f"another Zennit composite is registered to this {type(model).__name__}, and the rules of both "
+            "would apply; leave its context first"
+        )
+    statistics = running_statistics(model)
+    composite.register(model)
+    if statistics:
+        composite.handles.extend(exact_norms(model, statistics))
+    composite.handles.extend(positional_inputs(model.modules()))
+
+
+def unregister(composite: Composite) -> None:
+    """Take a composite off its model, last things first: canonizers may have changed the same weights."""
+    try:
+        composite.handles.reverse()
+        composite.remove()
+    finally:
+        composite.handles.clear()
+        composite.hook_refs.clear()
 
 
 def check_norms(root: nn.Module) -> None:

@@ -16,8 +16,9 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from drsa_core.layer import eager, find_layer, guarded, inputs_in_place
+from drsa_core.layer import batch_dependence, eager, find_layer, positional_inputs
 from drsa_core.lrp import check_exchangeable, is_additive
+from drsa_core.model_state import restored
 from drsa_core.nfnet import NFNetCanonizer
 from torch import Tensor, nn
 from zennit.canonizers import Canonizer, SequentialMergeBatchNorm
@@ -26,7 +27,6 @@ from zennit.core import Composite
 
 from ._zennit import (
     check_norms,
-    exact_norms,
     exchanges_parameters,
     has_cover,
     holds_relevance,
@@ -35,9 +35,11 @@ from ._zennit import (
     is_merged,
     keeps_of_forward,
     puts_identities,
+    register,
     running_statistics,
     runs_with_input_alone,
     take_hooks_off,
+    unregister,
 )
 from .canonizers import CANONIZERS, kind
 from .family_composites import NFNetGamma, TransformerGamma
@@ -219,7 +221,8 @@ def doctor(
     model = eager(model)
 
     def diagnose(composite: Composite) -> Diagnosis:
-        return guarded(model, lambda: _examine(model, composite, input, target))
+        with restored(model), torch.inference_mode(False):
+            return _examine(model, composite, input, target)
 
     try:
         diagnosis = diagnose(composite)
@@ -256,7 +259,7 @@ def validate(
     layer : str or module
         The concept layer.
     example : tensor, shape (N, …)
-        An input; one example of it is run, or all of a model in training mode.
+        An input; one example of it is run, or all if the output depends on the batch.
     registered : bool
         Whether the composite is on the model already. It is there afterwards, too.
     slot : {"relevance", "gradient"}, optional
@@ -271,7 +274,7 @@ def validate(
     """
     model = eager(model)
     layer_name, _ = find_layer(model, layer)
-    is_training = any(module.training for module in model.modules())
+    is_training = batch_dependence(model)[0] is not None
     example = (example if is_training else example[:1]).detach()
     canonizers = [] if composite is None else composite.canonizers
     keeps_output = all(getattr(type(canonizer), "keeps_output", False) is True for canonizer in canonizers)
@@ -287,21 +290,20 @@ def validate(
         with _Checks(model).watching():
             return run(True)
 
-    def unregistered() -> Any:
-        with registered_to(model, composite):
-            return under_rules()
-
-    with torch.random.fork_rng({example.device} if example.is_cuda else ()):
-        canonized = guarded(model, under_rules if registered else unregistered)
+    rules = None if registered else composite
+    with torch.random.fork_rng({example.device} if example.is_cuda else ()), torch.inference_mode(False):
+        with restored(model, *_registration(rules, model)):
+            canonized = under_rules()
         if keeps_output or is_training or not isinstance(canonized, Tensor):
             return
         if registered and composite is not None:
-            composite.remove()
+            unregister(composite)
         try:
-            untouched = guarded(model, lambda: run(False))
+            with restored(model):
+                untouched = run(False)
         finally:
             if registered and composite is not None:
-                composite.register(model)
+                register(composite, model)
     change = _relative_change(canonized.detach(), untouched)
     # Merging batch norms rounds differently; half precision has few digits.
     tolerance = 1e-3 if untouched.dtype in (torch.float32, torch.float64) else 0.05
@@ -312,36 +314,6 @@ def validate(
             f"{', '.join(type(canonizer).__name__ for canonizer in canonizers)}); see zennit_drsa.doctor for "
             "canonizers that suit this model"
         )
-
-
-@contextmanager
-def registered_to(model: nn.Module, composite: Composite | None) -> Iterator[None]:
-    """Rules and canonizers on a model: merged norms are exact, and inputs given by name are in their place.
-
-    To be used inside of `guarded`, which also undoes what a canonizer leaves behind.
-    """
-    if composite is None:
-        yield
-        return
-    if composite.handles:
-        raise ValueError("the composite is registered on a model; call its remove() first")
-    if next(hooks_by_module(model), None) is not None:
-        raise ValueError(
-            f"another Zennit composite is registered to this {type(model).__name__}, and the rules of both "
-            "would apply; leave its context first"
-        )
-    statistics = running_statistics(model)
-    try:
-        composite.register(model)
-        exact_norms(model, statistics)
-        inputs_in_place((name, module) for name, module in model.named_modules() if hooks_on(module))
-        yield
-    finally:
-        try:
-            composite.remove()
-        finally:
-            composite.handles.clear()
-            composite.hook_refs.clear()
 
 
 # ---------------------------------------------------------------------- what rules cannot serve
@@ -403,7 +375,9 @@ class _Checks:
         """Check forward passes that are made in this context."""
         ruled = [(name, module) for module, name in self._names.items() if hooks_on(module)]
         handles = [m.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True) for _, m in ruled]
-        handles += inputs_in_place(ruled)  # the last to be prepended is the first to run
+        handles += positional_inputs(m for _, m in ruled)  # the last to be prepended is the first to run
+        # Before its first pass a `SubspaceFilter` makes one of its own.
+        handles.append(self._model.register_forward_pre_hook(lambda *_: self._ran.clear()))
         try:
             yield
         finally:
@@ -478,6 +452,13 @@ def _further_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return [name for name, value in given.items() if not is_default(name, value)]
 
 
+def _registration(composite: Composite | None, model: nn.Module) -> tuple[Callable[[], None], ...]:
+    """What `restored` is to do on the way in and out, to have the rules on the model meanwhile."""
+    if composite is None:
+        return ()
+    return lambda: register(composite, model), lambda: unregister(composite)
+
+
 # ---------------------------------------------------------------------- one examination
 
 
@@ -495,7 +476,7 @@ def _examine(model: nn.Module, composite: Composite, input: Tensor, target: int 
     classes = _checked_classes(target, original)
     names = {module: name for name, module in model.named_modules()}
 
-    with registered_to(model, composite), ExitStack() as stack:
+    with restored(model, *_registration(composite, model)), ExitStack() as stack:
         modules = list(model.modules())
         names |= {module: name for name, module in model.named_modules()}
         for module in modules:

@@ -13,12 +13,12 @@ And there are two ways to keep a denominator d away from zero:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
 import torch
+from drsa_core.checks import warn_user
 from drsa_core.lrp import (
     DropSmall,
     OverDenominator,
@@ -108,11 +108,10 @@ class PositiveGamma(GraphRule):
         super().forward(module, input, output)
         x = input[0]
         if x.requires_grad and bool((x.detach() < 0).any()):
-            warnings.warn(
+            warn_user(
                 f"a {type(module).__name__} has negative inputs, but PositiveGamma, the rule of VGGGamma, is "
                 "for inputs behind a ReLU: what contradicts would count as evidence. Use ConvNetGamma, whose "
                 "rule is for inputs of both signs",
-                stacklevel=2,
             )
 
     def graph(self, module: nn.Module, input: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -385,11 +384,10 @@ def _checked_box(low: Bound, high: Bound, x: Tensor) -> tuple[Tensor, Tensor]:
     # Pixels that were normalised in another precision than the bounds may miss them by rounding.
     slack = 16 * torch.finfo(values.dtype).eps * torch.maximum(lowest.abs(), highest.abs())
     if bool((values < lowest - slack).any()) or bool((values > highest + slack).any()):
-        warnings.warn(
+        warn_user(
             f"the input ranges from {float(values.min()):.4g} to {float(values.max()):.4g} and leaves "
             "[low, high]: the z^B rule at the first convolution is made for inputs in that box. "
             "Normalise low and high as the input",
-            stacklevel=3,
         )
     return lowest, highest
 

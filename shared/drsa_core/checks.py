@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -206,7 +208,13 @@ def unit_rows(rows: Tensor) -> Tensor:
     return rows / torch.where(lengths > 0, lengths, 1)
 
 
-def feature_relevance(a: Tensor, c: Tensor) -> tuple[Tensor, int]:
-    """E[a_j c_j] of each feature for a, c (N, D), as values (D,) in float64, and e: it is values · 2^e."""
-    (a, of_a), (c, of_c) = unit_scale(a), unit_scale(c)
-    return (a.double() * c.double()).mean(0), of_a + of_c
+# Libraries between the user's line and a warning of ours.
+_OURS = ("drsa_core", "zennit_drsa", "captum_drsa", "torch", "zennit", "captum", "contextlib")
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of this library, and of those that it wraps, that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import types
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .checks import as_int
+from .checks import as_int, warn_user
 from .targets import LABEL, Target
 
 # What must agree between learning subspaces and explaining with them.
@@ -156,9 +156,7 @@ def common_provenance(parts: Sequence[Provenance | None]) -> Provenance | None:
     return replace(first, **free)
 
 
-def check_provenance(
-    made: Provenance | None, used: Provenance, what: str, strict: bool = False, stacklevel: int = 3
-) -> None:
+def check_provenance(made: Provenance | None, used: Provenance, what: str, strict: bool = False) -> None:
     """Compare where something was made with where it is used.
 
     Parameters
@@ -169,8 +167,6 @@ def check_provenance(
         What was made, in the plural, for the message: "subspaces".
     strict : bool
         Whether a difference is an error.
-    stacklevel : int
-        Of the warning; 3 names the line that called the caller of this function.
 
     Raises
     ------
@@ -183,7 +179,7 @@ def check_provenance(
     message = f"the {what} were made for something else: {'; '.join(differences)}"
     if strict:
         raise ValueError(message)
-    warnings.warn(message, ProvenanceWarning, stacklevel=stacklevel)
+    warn_user(message, ProvenanceWarning)
 
 
 # Targets ------------------------------------------------------------------------------------------------
@@ -262,12 +258,11 @@ def model_fingerprint(model: nn.Module) -> str:
     counter. Torch does not count writes through `.data` or NumPy; for these, 16 values of each tensor are
     compared.
     """
-    state = {
-        name.replace("_orig_mod.", "").replace("module.", ""): tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
-    }
-    version = [(name, *_version(tensor)) for name, tensor in state.items()]
+    state, version = {}, []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            state[name.replace("_orig_mod.", "").replace("module.", "")] = tensor
+            version.append((name, *_version(tensor)))
     known = _FINGERPRINTS.get(model)
     if known is None or known[0] != version:
         digest = hashlib.sha256()
@@ -285,7 +280,7 @@ def _version(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return facts
     # Values at equal distances in memory: no copy of the rest, whatever the strides.
-    extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    extent = 1 + sum(map(operator.mul, [n - 1 for n in tensor.shape], tensor.stride()))
     step = -(-extent // 16)
     sample = tensor.detach().as_strided((-(-extent // step),), (step,), tensor.storage_offset())
     return (*facts, tensor.data_ptr(), bytes(bytes_of(sample)))

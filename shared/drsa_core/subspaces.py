@@ -47,12 +47,29 @@ class Subspaces:
     metadata : mapping, optional
         JSON-serialisable provenance: layer, model fingerprint, target, backend, solver, seed, …
 
+    Attributes
+    ----------
+    n_subspaces, n_features : int
+        Number of blocks K, and dimension D of the activation space.
+    blocks, dual_blocks : tuple of tensor, shapes (D, d_k)
+        The bases U_k, and the dual bases V_k, which are the same for orthonormal subspaces.
+
     Notes
     -----
     A `Subspaces` is a value: it copies what it is given, nothing can be assigned, and methods return new
     ones. Treat its tensors as read-only. `len(s)` is K; `s[0]`, `s["S1"]` and `s[1:]` are `Subspaces`, as
     are the blocks that iteration gives.
     """
+
+    basis: Tensor
+    dual: Tensor | None
+    dims: tuple[int, ...]
+    names: tuple[str, ...]
+    n_subspaces: int
+    n_features: int
+    blocks: tuple[Tensor, ...]
+    dual_blocks: tuple[Tensor, ...]
+    _metadata: dict[str, Any]
 
     def __init__(
         self,
@@ -62,31 +79,38 @@ class Subspaces:
         dual: ArrayLike | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self._basis = own_copy(as_float_tensor(basis, "basis"))
-        self._dims = tuple(as_int(d, "every entry of dims", 1) for d in dims)
-        if self.basis.ndim != 2 or not self.dims or sum(self.dims) != self.basis.shape[1]:
+        basis = own_copy(as_float_tensor(basis, "basis"))
+        dims = tuple(as_int(d, "every entry of dims", 1) for d in dims)
+        if basis.ndim != 2 or not dims or sum(dims) != basis.shape[1]:
             raise ValueError(
-                f"basis must have shape (D, sum(dims)), got {tuple(self.basis.shape)}; dims must add up to "
-                f"its columns, got dims {self.dims} with sum {sum(self.dims)}"
+                f"basis must have shape (D, sum(dims)), got {tuple(basis.shape)}; dims must add up to its "
+                f"columns, got dims {dims} with sum {sum(dims)}"
             )
-        check_finite(self.basis, "basis")
-        self._dual: Tensor | None = None
+        check_finite(basis, "basis")
         if dual is not None:
-            self._dual = own_copy(as_float_tensor(dual, "dual").to(self.basis))
-            if self._dual.shape != self.basis.shape:
-                raise ValueError(
-                    f"dual must have basis' shape {tuple(self.basis.shape)}, got {tuple(self._dual.shape)}"
-                )
-        self._names = tuple(f"S{k + 1}" for k in range(len(self.dims))) if names is None else tuple(names)
+            dual = own_copy(as_float_tensor(dual, "dual").to(basis))
+            if dual.shape != basis.shape:
+                raise ValueError(f"dual must have basis' shape {tuple(basis.shape)}, got {tuple(dual.shape)}")
+        given, names = names, [f"S{k + 1}" for k in range(len(dims))] if names is None else list(names)
         # A single string is a sequence too, of its letters.
-        are_texts = not isinstance(names, str) and all(isinstance(name, str) for name in self._names)
-        if not are_texts or not len(set(self._names)) == len(self._names) == len(self.dims):
-            raise ValueError(f"names must be {len(self.dims)} different strings, got {names!r}")
-        self._metadata: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
-
+        are_texts = not isinstance(given, str) and all(isinstance(name, str) for name in names)
+        if not are_texts or not len(set(names)) == len(names) == len(dims):
+            raise ValueError(f"names must be {len(dims)} different strings, got {given!r}")
+        v = basis if dual is None else dual
+        vars(self).update(
+            basis=basis,
+            dual=dual,
+            dims=dims,
+            names=tuple(names),
+            n_subspaces=len(dims),
+            n_features=len(basis),
+            blocks=basis.split(dims, dim=1),
+            dual_blocks=v.split(dims, dim=1),
+            _metadata=json.loads(json.dumps(dict(metadata or {}))),
+        )
         # Rounding of an orthonormal matrix grows like sqrt(D)·eps; real mistakes are orders above this. The
         # eps is that of float32 for all: a basis learned in float32 may be used in float64.
-        tolerance = 100 * torch.finfo(torch.float32).eps * self.n_features**0.5
+        tolerance = 100 * torch.finfo(torch.float32).eps * len(basis) ** 0.5
         error = self.orthogonality_error
         if not error <= tolerance:  # also NaN, from products that leave the range of the dtype
             what, hint = "basisᵀ basis", "orthonormalise it (torch.linalg.qr), or pass dual="
@@ -96,25 +120,8 @@ class Subspaces:
                 f"{what} must be the identity up to {tolerance:.1e}, but is off by {error:.1e}; {hint}"
             )
 
-    @property
-    def basis(self) -> Tensor:
-        """The basis vectors U, block after block, shape (D, Σ dims)."""
-        return self._basis
-
-    @property
-    def dual(self) -> Tensor | None:
-        """The dual basis V, shape (D, Σ dims); None for orthonormal subspaces."""
-        return self._dual
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Block sizes d_1 … d_K."""
-        return self._dims
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the K blocks; `renamed` gives them others."""
-        return self._names
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Subspaces are immutable: {name} cannot be set; methods return new ones")
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -128,33 +135,9 @@ class Subspaces:
         return None if entries is None else Provenance.from_dict(entries)
 
     @property
-    def n_subspaces(self) -> int:
-        """Number of blocks K."""
-        return len(self.dims)
-
-    @property
-    def n_features(self) -> int:
-        """Dimension D of the activation space."""
-        return int(self.basis.shape[0])
-
-    @property
     def is_complete(self) -> bool:
         """Whether the blocks span the whole space, so that Σ_k of the parts is the whole."""
         return sum(self.dims) == self.n_features
-
-    @property
-    def blocks(self) -> tuple[Tensor, ...]:
-        """The bases U_k, shapes (D, d_k)."""
-        return self.basis.split(self.dims, dim=1)
-
-    @property
-    def dual_blocks(self) -> tuple[Tensor, ...]:
-        """The dual bases V_k, shapes (D, d_k); the same as `blocks` for orthonormal subspaces."""
-        return self._dual_basis.split(self.dims, dim=1)
-
-    @property
-    def _dual_basis(self) -> Tensor:
-        return self.basis if self.dual is None else self.dual
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +153,7 @@ class Subspaces:
     def orthogonality_error(self) -> float:
         """max |VᵀU − I|, with V = U for orthonormal subspaces."""
         with full_precision():
-            gram = self._dual_basis.T @ self.basis
+            gram = torch.cat(self.dual_blocks, dim=1).T @ self.basis
         return float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max())
 
     def __len__(self) -> int:
@@ -206,8 +189,10 @@ class Subspaces:
         if a.shape != c.shape:
             raise ValueError(f"a and c must have the same shape, got {tuple(a.shape)} and {tuple(c.shape)}")
         self._check_features(a, dim)
-        a, c = _widened(a).movedim(dim, -1), _widened(c).movedim(dim, -1)
-        products = (a @ self.basis.to(a)) * (c @ self._dual_basis.to(c))
+        if a.dtype in HALF:  # two digits are too few for sums over hundreds of features
+            a, c = a.float(), c.float()
+        a, c = a.movedim(dim, -1), c.movedim(dim, -1)
+        products = (a @ self.basis.to(a)) * (c @ (self.basis if self.dual is None else self.dual).to(c))
         per_block = torch.stack([block.sum(-1) for block in products.split(self.dims, dim=-1)], dim=-1)
         return per_block.movedim(-1, dim)
 
@@ -216,11 +201,13 @@ class Subspaces:
 
         The result is contiguous, whatever the strides of `t`.
         """
-        return self._through(t, self.blocks[self._index(k)], self.dual_blocks[self._index(k)], dim)
+        k = k if type(k) is int and 0 <= k < self.n_subspaces else self._index(k)
+        return self._through(t, self.blocks[k], self.dual_blocks[k], dim)
 
     def project_context(self, t: Tensor, k: int | str, dim: int = 1) -> Tensor:
         """Contexts that pass back through block k: U_k V_kᵀ t, the transpose of `project`; contiguous."""
-        return self._through(t, self.dual_blocks[self._index(k)], self.blocks[self._index(k)], dim)
+        k = k if type(k) is int and 0 <= k < self.n_subspaces else self._index(k)
+        return self._through(t, self.dual_blocks[k], self.blocks[k], dim)
 
     @full_precision()
     def completed(self) -> Subspaces:
@@ -341,8 +328,8 @@ class Subspaces:
         """outward inwardᵀ along `dim`. Contiguous, as torch's BatchNorm misreads other cotangents."""
         check_floating(t, "t")
         self._check_features(t, dim)
-        dim = dim % t.ndim
-        dtype, t = t.dtype, _widened(t)
+        dim, dtype = dim % t.ndim, t.dtype
+        t = t.float() if dtype in HALF else t
         inward, outward = inward.to(t), outward.to(t)
         n_before, n_after = math.prod(t.shape[:dim]), math.prod(t.shape[dim + 1 :])
         if n_after == 1:
@@ -353,11 +340,6 @@ class Subspaces:
             coordinates = torch.bmm(inward.T.expand(n_before, -1, -1), columns)
             projected = torch.bmm(outward.expand(n_before, -1, -1), coordinates)
         return projected.reshape(t.shape).to(dtype)
-
-
-def _widened(t: Tensor) -> Tensor:
-    """Half precision as float32: two digits are too few for sums over hundreds of features."""
-    return t.float() if t.dtype in HALF else t
 
 
 def subspaces_header(path: PathLike) -> dict[str, Any]:

@@ -141,10 +141,6 @@ ZENNIT_METHODS: dict[str, Method] = {
         _zennit(_gradient(None)),
         lambda case: reference.propagated_gradient(case.problem, reference.gradient),
     ),
-    "zennit_gradient_chunked": Method(
-        _zennit(_gradient(None), chunk=1),
-        lambda case: reference.propagated_gradient(case.problem, reference.gradient),
-    ),
     "zennit_smooth_grad": Method(
         _zennit(lambda model: zennit_attribution.SmoothGrad(model, noise_level=0.1, n_iter=STEPS)), _smoothed
     ),

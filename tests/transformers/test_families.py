@@ -50,10 +50,10 @@ def test_every_formula_written_out(name, gamma, reading):
     assert close(found.whole, expected["input"])
     a, c = explainer.context(x, 3)
     assert close(a * c, expected["layer"])
-    assert found.kept is not None
+    assert found.absorbed is not None
     score = expected["output"][:, 3].abs().max()
     for share in ("position embeddings", "prefix tokens", "type embeddings"):
-        kept = found.kept.get(share, torch.zeros(len(x), dtype=torch.float64))
+        kept = found.absorbed.get(share, torch.zeros(len(x), dtype=torch.float64))
         error = (kept - expected.get(share, torch.zeros_like(kept))).abs().max()
         assert float(error) <= 1e-9 * float(score)
 

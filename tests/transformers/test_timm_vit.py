@@ -59,10 +59,10 @@ def test_every_formula_written_out(name, gamma, reading):
     # R = a ⊙ c at the layer.
     a, c = DisentangledAttributor(Gradient(model, composite), "blocks.0", channel_dim=-1).context(x, 3)
     assert close(a * c, expected["blocks.0"])
-    assert found.kept is not None
+    assert found.absorbed is not None
     score = expected["logits"][:, 3]
     for share in ("position embeddings", "prefix tokens"):
-        kept = found.kept.get(share, torch.zeros(len(x), dtype=torch.float64))
+        kept = found.absorbed.get(share, torch.zeros(len(x), dtype=torch.float64))
         assert float((kept - expected[share]).abs().max()) <= 1e-9 * float(score.abs().max())
 
 
@@ -90,9 +90,9 @@ def test_all_shares_are_the_score_and_the_model_comes_back(name, reading):
     assert certificate.maps_to_whole is not None
     assert certificate.maps_to_whole <= 1e-10
     assert certificate.around_the_layer == 0
-    assert certificate.kept is not None
+    assert certificate.absorbed is not None
     assert certificate.share_of_score is not None
-    assert certificate.share_of_score + sum(certificate.kept.values()) == pytest.approx(1, abs=1e-9)
+    assert certificate.share_of_score + sum(certificate.absorbed.values()) == pytest.approx(1, abs=1e-9)
 
 
 @pytest.mark.parametrize("reading", READINGS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import ArrayLike, as_float_tensor, as_int, check_finite
 from ..explainer import Explainer, single_input
-from ..layer import Inputs, check_fits, guarded, sum_over_positions
+from ..layer import Inputs, check_fits, sum_over_positions
 from ..subspaces import Subspaces
 from ..targets import Target, check_length, targets_of_batch
 
@@ -77,8 +77,7 @@ def concept_ablation(
     x = single_input(inputs)
     if subspaces is None:
         subspaces = explainer._fitted()
-        count = explainer._request(x[:1], None).n_outputs
-        explainer._check_use(target, 3, lambda: guarded(explainer._known_model(), count))
+        explainer._check_use(target, x[:1])
     if reference is not None:
         reference = as_float_tensor(reference, "reference")
         if reference.shape != (subspaces.n_features,):
@@ -112,7 +111,8 @@ def _ablations(
         return _ablate(explainer, part, targets_of_batch(target, first, len(part)), subspaces, reference)
 
     # In the explainer's context, so that the activation is the one that the concepts were learned on.
-    batches = explainer._in_context(lambda: [of_batch(first) for first in starts])
+    with explainer._session():
+        batches = [of_batch(first) for first in starts]
     score, *rest = (torch.cat(parts) for parts in zip(*batches, strict=True))
     for value in rest:
         check_finite(value, "the relevance of the concepts, or the drop of the score,")
@@ -127,26 +127,22 @@ def _ablate(
 ) -> list[Tensor]:
     """Score (n,) of one batch, then relevance and drop (n, K) for each of the subspaces."""
     activation, context = explainer.context(x, target)
-    request, dim = explainer._request(x, target), explainer.channel_dim
+    dim = explainer.channel_dim
 
     def score_without(method: Subspaces, k: int) -> Tensor:
         def ablated(a: Tensor) -> Tensor:
             excess = a if reference is None else (a.movedim(dim, -1) - reference.to(a)).movedim(-1, dim)
             return a - method.project(excess, k, dim)
 
-        return request.select(request.run(ablated))
+        return explainer.scores_with(x, target, ablated)
 
-    def scores_and_drops() -> list[Tensor]:
-        with torch.no_grad():
-            found = [request.select(request.run(lambda a: a))]
-            for method in subspaces:
-                check_fits(activation, method.n_features, explainer.layer_name, dim)
-                relevance = sum_over_positions(method.relevance(activation, context, dim), dim)
-                drops = [found[0] - score_without(method, k) for k in range(method.n_subspaces)]
-                found += [relevance, torch.stack(drops, dim=1)]
-        return found
-
-    return guarded(explainer._known_model(), scores_and_drops)
+    found = [explainer.scores_with(x, target, lambda a: a)]
+    for method in subspaces:
+        check_fits(activation, method.n_features, explainer.layer_name, dim)
+        relevance = sum_over_positions(method.relevance(activation, context, dim), dim)
+        drops = [found[0] - score_without(method, k) for k in range(method.n_subspaces)]
+        found += [relevance, torch.stack(drops, dim=1)]
+    return found
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
