@@ -149,7 +149,7 @@ def patch_flipping(
         for batch in is_new.nonzero().split(as_int(batch_size, "batch_size", 1)):
             rows, steps = batch.unbind(1)
             begin = time.perf_counter()
-            masks = gone.numpy()[rows, steps].take(grid.numpy(), axis=1)  # (n, H, W)
+            masks = gone[rows, steps].numpy().take(grid.numpy(), axis=1)  # (n, H, W)
             filled = [_filled(pixels[n], mask, neutral, fill) for n, mask in zip(rows, masks, strict=True)]
             originals = inputs[rows]
             shown = preprocessing.to_inputs(torch.from_numpy(np.stack(filled)).to(originals))
