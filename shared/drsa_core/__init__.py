@@ -1,5 +1,6 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
+from .collection import collect_pairs
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
 from .explainer import Certificate, Explainer, Explanation, Losses
@@ -26,6 +27,7 @@ from .provenance import (
 )
 from .stability import ChoiceOfK, Lineage, Stability, choose_k, stability
 from .subspaces import Subspaces
+from .targets import select_scores
 from .token_maps import TokenLayout, TokenMaps
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "TokenMaps",
     "check_provenance",
     "choose_k",
+    "collect_pairs",
     "concept_vectors",
     "context_from_relevance",
     "describe_target",
@@ -74,6 +77,7 @@ __all__ = [
     "model_fingerprint",
     "netdissect_subspaces",
     "sample_pairs",
+    "select_scores",
     "stability",
     "target_order",
 ]
