@@ -359,12 +359,12 @@ def _has_bias(module: nn.Module) -> bool:
 
 
 def _checked_output(output: object, batch: int) -> Tensor:
-    wish = "the model's output must be one tensor of shape (N, classes), in floating point"
+    wish = "the model's output must be one tensor of shape (N, classes)"
     if not isinstance(output, Tensor) or not output.is_floating_point():
         found = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(
-            f"{wish}, got {found}; wrap the model so that it returns the logits, one of transformers by "
-            "TransformersModel"
+            f"{wish}, got {found}; wrap the model so that it returns the logits, in floating point, one of "
+            "transformers by TransformersModel"
         )
     if output.ndim != 2 or len(output) != batch or not output.shape[1]:
         hint = "; add the axis of classes, as in output[:, None]" if output.ndim == 1 else ""

@@ -133,7 +133,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 progress=progress.shown,
                 ranks=ranks,
             )
-        unreadable = [text for said in ranks.messages(images.unreadable) for text in said]
+        unreadable = [text for said in ranks.all_gather(images.unreadable) for text in said]
         if unreadable:
             progress.note(skipped(unreadable, len(images)))
         return _completed(index, targets, by_class, network, settings.model_name, ranks)

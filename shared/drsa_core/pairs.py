@@ -238,10 +238,6 @@ class HeldChunk:
         """The rows, not copied."""
         return self.a, self.c
 
-    def without_contexts(self) -> HeldChunk:
-        """The same with c = a."""
-        return HeldChunk(self.a, self.a)
-
 
 @dataclass(frozen=True)
 class FileChunk:
@@ -271,10 +267,6 @@ class FileChunk:
         read = [check_pairs(a, c) for a, c in rows]
         a, c = (torch.cat(rows).to(self.device, self.dtype) for rows in zip(*read, strict=True))
         return a, c
-
-    def without_contexts(self) -> FileChunk:
-        """The same with c = a."""
-        return FileChunk(self.parts, self.dtype, self.device, ("a", "a"))
 
 
 Chunk = HeldChunk | FileChunk
@@ -381,24 +373,6 @@ class PairShards:
     def counts(self) -> list[int]:
         """Number of pairs of each rank."""
         return self.ranks.all_gather(self.n_own)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether this rank holds its pairs."""
-        return all(isinstance(chunk, HeldChunk) for chunk in self.chunks)
-
-    def without_contexts(self) -> PairShards:
-        """The same activations, with c = a, for methods that are blind to the model."""
-        blind = copy(self)
-        blind.chunks = tuple(chunk.without_contexts() for chunk in self.chunks)
-        return blind
-
-    def gathered(self) -> Pairs:
-        """All pairs on every rank: for collections that are smaller than what the solvers send anyway."""
-        empty = torch.empty(0, self.n_features, dtype=self.dtype)
-        read = [chunk.read() for chunk in self.chunks] or [(empty, empty)]
-        a, c = (torch.cat(rows) for rows in zip(*read, strict=True))
-        return Pairs(self.ranks.rows(a), self.ranks.rows(c), provenance=self.provenance)
 
 
 def _rows_of_files(
