@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drsa_core.layer import drawn_again
+from drsa_core.layer import replay_rng
 from torch import Tensor, nn
 
 pytest.importorskip("captum")
@@ -49,9 +49,9 @@ def test_generators_of_all_devices_of_the_inputs(forks) -> None:
         SimpleNamespace(is_cuda=kind == "cuda", device=torch.device(kind, number))
         for kind, number in (("cuda", 0), ("cuda", 1), ("cuda", 1), ("cpu", 0))
     ]
-    with drawn_again(on_devices):
+    with replay_rng(on_devices):
         pass
-    with drawn_again(on_devices[3:], enabled=False):
+    with replay_rng(on_devices[3:], enabled=False):
         pass
     assert forks == [({torch.device("cuda", 0), torch.device("cuda", 1)}, True), (set(), False)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,16 +281,38 @@ def test_several_inputs_are_refused() -> None:
             run.explain((images(), images()), 1)
 
 
-def test_scores_that_cancel_have_no_share() -> None:
-    """The second image is the first one with its sign changed, under a linear network."""
+def lrp_of(x: Tensor) -> Explanation:
+    """LRP of a linear network without biases, which conserves in each example."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 6, bias=False), nn.Linear(6, 3, bias=False)).double()
-    x = torch.randn(1, 3, 2, 2, dtype=torch.float64)
-    run = DisentangledAttributor(Gradient(model.eval(), EpsilonPlus()), "1", subspaces())
-    cancelling = run.explain(torch.cat([x, -x]), 1).certificate()
-    assert cancelling.share_of_score is None
-    assert "sum of all maps: not defined here" in str(cancelling)
-    assert run.explain(x, 1).certificate().share_of_score is not None
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 3, bias=False)).double()
+    return DisentangledAttribution(LRP(model.eval()), "1", subspaces()).explain(x, 1)
+
+
+def test_the_certificate_is_that_of_the_worst_example() -> None:
+    """One whose maps miss 101 % of it hid behind three that are a thousand times as large (0.02 %)."""
+    x = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = lrp_of(x * torch.tensor([[1.0], [1.0], [1.0], [1e-3]]).double())
+    good = found.certificate()
+    assert good.maps_to_whole == pytest.approx(0, abs=1e-3)
+    assert good.share_of_score == pytest.approx(1, abs=1e-3)
+    maps = found.maps.clone()
+    maps[3] *= -0.01
+    bad = replace(found, maps=maps).certificate()
+    assert bad.maps_to_whole == pytest.approx(1.01, abs=1e-3)
+    assert bad.share_of_score == pytest.approx(-0.01, abs=1e-3)
+    assert bad.maps_to_layer is not None
+    assert bad.maps_to_layer > 1
+
+
+def test_scores_of_both_signs_have_shares() -> None:
+    """They cancelled in the sum over the batch, of which the maps were "14203 %"."""
+    x = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = lrp_of(x)
+    assert found.score.min() < 0 < found.score.max()
+    assert found.certificate().share_of_score == pytest.approx(1, abs=1e-3)
+    nothing = replace(found, score=1e-6 * found.score).certificate()
+    assert nothing.share_of_score is None
+    assert "sum of all maps: not defined here" in str(nothing)
 
 
 def test_an_explanation_prints_as_one_line() -> None:

@@ -128,7 +128,8 @@ def test_the_seed_of_fit_is_that_of_a_solver_without_one() -> None:
 
 
 def test_targets_and_numbers_of_their_own() -> None:
-    method, one = InputXGradient(conv_net()), np.int64(1)
+    method = InputXGradient(conv_net())
+    one: Any = np.int64(1)
     options: dict[str, Any] = {"positions": np.int64(3), "random_state": np.int64(0)}
     labels = collect(method, "features.4", [(images(), torch.tensor([1, 2]))], "label", **options)
     listed = collect(method, "features.4", [images()], [1, 2], **options)

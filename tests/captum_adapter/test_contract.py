@@ -34,7 +34,7 @@ from tests.model_state import model_state
 VERSION = f"Captum {captum.__version__}"
 
 
-def network() -> nn.Sequential:
+def network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
 

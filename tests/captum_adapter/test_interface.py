@@ -82,7 +82,7 @@ def test_targets_of_each_example() -> None:
 @pytest.mark.parametrize("target", [[-4, -2], np.array([1, 3]), torch.tensor([[1], [3]])], ids=str)
 def test_whole_maps_of_targets_that_captum_does_not_take(method, target: Any) -> None:
     da = split(method(conv_net()), context_method=None if method is LRP else "gradient")
-    found = []
+    found: list[Any] = []
     for given in (target, [1, 3]):
         torch.manual_seed(0)
         found.append(da.explain(images(), given).whole)
@@ -98,9 +98,10 @@ def test_whole_maps_are_captums(method) -> None:
     options = {"stdevs": 0.0} if isinstance(method(model), NoiseTunnel) else options
     expected = method(model).attribute(x.clone().requires_grad_(), target=[2, 0], **options)
     da = split(method(model), context_method=None if method is LRP else "gradient")
-    assert_same(da.explain(x, [2, 0], **options).whole, expected)
+    whole: Any = da.explain(x, [2, 0], **options).whole
+    assert_same(whole, expected)
     # A function of the output, also inside of a tunnel; Captum's LRP would begin otherwise.
-    of_function = da.explain(x, lambda y: -y[:, 2], **options).whole
+    of_function: Any = da.explain(x, lambda y: -y[:, 2], **options).whole
     assert of_function is None if method is LRP else torch.allclose(of_function[0], -expected[0], atol=1e-6)
 
 

@@ -164,6 +164,7 @@ def test_inputs_that_do_not_fit() -> None:
     for method in (InputXGradient(model), LRP(model), NoiseTunnel(Saliency(model))):
         with pytest.raises(TypeError, match="needs floating-point inputs"):
             split(method).attribute(whole_numbers, target=1)
+    wrong: Any
     for wrong in (images().numpy(), [images()], "x"):
         with pytest.raises(TypeError, match=r"become tensors with torch\.as_tensor"):
             split(InputXGradient(model)).attribute(wrong, target=1)

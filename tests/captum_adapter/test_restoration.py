@@ -188,7 +188,8 @@ def test_what_a_model_writes_itself_stays(method) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.n_calls, self.cache = conv_net(), 0, {}
+            self.net, self.n_calls = conv_net(), 0
+            self.cache: dict[int, Any] = {}
 
         def forward(self, x: Tensor) -> Tensor:
             self.n_calls += 1
