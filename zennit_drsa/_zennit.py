@@ -327,8 +327,8 @@ def register(composite: Composite, model: nn.Module) -> None:
     statistics = running_statistics(model)
     composite.register(model)
     if statistics:
-        exact_norms(model, statistics)
-    positional_inputs(model.modules())
+        composite.handles.extend(exact_norms(model, statistics))
+    composite.handles.extend(positional_inputs(model.modules()))
 
 
 def unregister(composite: Composite) -> None:

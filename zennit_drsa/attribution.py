@@ -180,6 +180,22 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         if registered is not None:
             registered.__exit__(*error)
 
+    def __copy__(self) -> Self:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "Zennit's composites cannot be pickled, and neither can attributors; save the subspaces by "
+            "subspaces.save(path), and wrap an attributor that is made anew"
+        )
+
     def _session(self) -> AbstractContextManager[Any]:
         return nullcontext(self) if self._registered is not None else self
 

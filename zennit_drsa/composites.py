@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -105,7 +106,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         self._handles: list[RemovableHandle] = []
         self._hook: RemovableHandle | None = None
         self._n_runs: int | None = None  # None outside of forward passes: what is checkpointed runs again
-        self._is_validated = False
+        self._is_compared = False
+        self._validated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # shared by copies
 
     def apply(self, root_module: nn.Module) -> list[SubspaceFilter]:
         """Insert the virtual layer and return the instance that removes it."""
@@ -118,7 +120,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         if any(isinstance(owner, SubspaceFilter) for owner in owners):
             raise ValueError(f"layer {name!r} has a SubspaceFilter already; remove it first")
         warn_of_training(root_module)
-        self._root, self.module, self._name, self._is_validated = root_module, module, name, False
+        self._root, self.module, self._name, self._is_compared = root_module, module, name, False
         self._handles = [
             root_module.register_forward_pre_hook(self._before_model),
             root_module.register_forward_hook(self._after_model),
@@ -134,7 +136,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
 
     def copy(self) -> SubspaceFilter:
         """A filter with the same parameters, not inserted anywhere."""
-        return SubspaceFilter(
+        copied = SubspaceFilter(
             self.layer,
             self.subspaces,
             self.concept,
@@ -145,19 +147,27 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
             fingerprint=self.fingerprint,
             canonizers=self.canonizers,
         )
+        copied._validated = self._validated
+        return copied
 
     # ------------------------------------------------------------------ hooks
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        if not self._is_validated:  # not before: a composite adds its rules after its canonizers
+        if not self._is_compared:  # not before: a composite adds its rules after its canonizers
             owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
             filters = [owner for owner in owners if isinstance(owner, SubspaceFilter)]
             for one in filters:
-                one._is_validated = True
-            for one in filters:
-                one._check_use(module)
-                if args and isinstance(args[0], Tensor):
-                    validate(module, None, one._name, args[0], registered=True, slot=one.signal)
+                one._is_compared = True  # before the passes of the validation
+            try:
+                for one in filters:
+                    one._check_use(module)
+                    if module not in one._validated and args and isinstance(args[0], Tensor):
+                        validate(module, None, one._name, args[0], registered=True, slot=one.signal)
+                        one._validated.add(module)
+            except BaseException:
+                for one in filters:
+                    one._is_compared = False
+                raise
         self._n_runs = 0
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -376,6 +376,8 @@ class _Checks:
         ruled = [(name, module) for module, name in self._names.items() if hooks_on(module)]
         handles = [m.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True) for _, m in ruled]
         handles += positional_inputs(m for _, m in ruled)  # the last to be prepended is the first to run
+        # Before its first pass a `SubspaceFilter` makes one of its own.
+        handles.append(self._model.register_forward_pre_hook(lambda *_: self._ran.clear()))
         try:
             yield
         finally:

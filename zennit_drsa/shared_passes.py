@@ -7,12 +7,13 @@ autograd has computed that gradient in vain; here it is left out. Neither change
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from zennit.core import BasicHook, Hook
 from zennit.rules import ReLUBetaSmooth, ReLUGuidedBackprop
 
@@ -58,7 +59,7 @@ class shared_passes:
         for module, hook in self._hooks:
             if self._skips_gradients and replaces_gradient(hook):
                 vars(hook)["pre_backward"] = partial(_store, hook)
-                self._handles.append(module.register_forward_hook(partial(_cut, hook)))
+                self._handles.append(_registered_behind(hook, module, partial(_cut, hook)))
         return self
 
     def __call__(self) -> None:
@@ -97,6 +98,16 @@ def check_differentiable(hooks: Iterable[Hook]) -> None:
 def _store(hook: Hook, module: nn.Module, grad_input: Gradients, grad_output: Gradients) -> None:
     if grad_output[0] is not None:  # else `_cut` has stored it
         hook.stored_tensors["grad_output"] = grad_output
+
+
+def _registered_behind(hook: Hook, module: nn.Module, function: Callable[..., None]) -> RemovableHandle:
+    """A forward hook behind those of a rule, and before what a user's own hooks make of the output."""
+    before = list(module._forward_hooks.items())
+    last = max(i for i, (_, other) in enumerate(before) if getattr(other, "__self__", None) is hook)
+    handle = module.register_forward_hook(function)
+    for key, _ in before[last + 1 :]:
+        module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
+    return handle
 
 
 def _cut(hook: Hook, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,11 +1,15 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
+from .collection import collect_pairs
+from .contexts import ContextMethod, GradientContext, IntegratedGradientsContext, UpperNetwork
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
 from .explainer import Certificate, Explainer, Explanation, Losses
 from .labelled import concept_vectors, ibd_subspaces, netdissect_subspaces
 from .layer import (
     RelevanceLossWarning,
+    Request,
+    Split,
     context_from_relevance,
     filter_context,
     filter_relevance,
@@ -13,6 +17,8 @@ from .layer import (
     lost_relevance,
 )
 from .many_classes import ClassIndex, fit_many
+from .model_state import restored
+from .objective import Objective
 from .pair_store import PairStore, PairWriter
 from .pairs import Pairs, PairShards, sample_pairs
 from .prca import PCA, PRCA, MaxRel, NotFittedError, RandomSubspaces, Solver, learn_subspaces
@@ -26,6 +32,7 @@ from .provenance import (
 )
 from .stability import ChoiceOfK, Lineage, Stability, choose_k, stability
 from .subspaces import Subspaces
+from .targets import select_scores
 from .token_maps import TokenLayout, TokenMaps
 
 __all__ = [
@@ -36,13 +43,17 @@ __all__ = [
     "Certificate",
     "ChoiceOfK",
     "ClassIndex",
+    "ContextMethod",
     "ConvergenceWarning",
     "Explainer",
     "Explanation",
+    "GradientContext",
+    "IntegratedGradientsContext",
     "Lineage",
     "Losses",
     "MaxRel",
     "NotFittedError",
+    "Objective",
     "PairShards",
     "PairStore",
     "PairWriter",
@@ -53,13 +64,17 @@ __all__ = [
     "RankError",
     "Ranks",
     "RelevanceLossWarning",
+    "Request",
     "Solver",
+    "Split",
     "Stability",
     "Subspaces",
     "TokenLayout",
     "TokenMaps",
+    "UpperNetwork",
     "check_provenance",
     "choose_k",
+    "collect_pairs",
     "concept_vectors",
     "context_from_relevance",
     "describe_target",
@@ -73,7 +88,9 @@ __all__ = [
     "lost_relevance",
     "model_fingerprint",
     "netdissect_subspaces",
+    "restored",
     "sample_pairs",
+    "select_scores",
     "stability",
     "target_order",
 ]

@@ -230,8 +230,9 @@ def positional_inputs(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
 def _by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args or not kwargs:
         return None
-    first = next(iter(signature(module.forward).parameters))
-    if first not in kwargs:
+    parameter = next(iter(signature(module.forward).parameters.values()))
+    first = parameter.name
+    if first not in kwargs or parameter.kind is parameter.KEYWORD_ONLY:
         raise ValueError(
             f"a {type(module).__name__} is called with the keywords {', '.join(sorted(kwargs))} only, none "
             "of which is its first argument, but rules need its input: call it as module(x)"

@@ -155,7 +155,7 @@ def fit_many(
         with ranks.all_or_none(f"opening {folder}"):
             if not job.settings.exists():
                 raise FileNotFoundError(f"rank {ranks.rank} does not see {folder}; all ranks need one folder")
-        with ranks.all_or_none("collecting"):
+        with explainer._session(), ranks.all_or_none("collecting"):
             batches = Batches(loader, ranks, progress, resumes=True)
             job.collect(explainer, batches, wanted)
         ranks.barrier("the end of the collection")

@@ -104,6 +104,7 @@ class restored:
             raise
         if self._is_pending:
             self.__exit__()
+            return self.__enter__()  # the user's handler raised nothing, and the body is to run
         return self._model
 
     @held_back
@@ -130,7 +131,10 @@ class restored:
             if self._lock is not None:
                 self._lock.release()
             if self._is_on and signal.getsignal(signal.SIGINT) == self._handle:
-                signal.signal(signal.SIGINT, self._previous)
+                previous = self._previous
+                while isinstance(other := getattr(previous, "__self__", None), restored) and not other._is_on:
+                    previous = other._previous  # of a context that ended before this one
+                signal.signal(signal.SIGINT, previous)
             self._lock, self._is_on, self._is_noted = None, False, False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
