@@ -10,6 +10,8 @@ import torch
 from drsa_core import Pairs, concept_vectors, ibd_subspaces, netdissect_subspaces
 from torch import Tensor
 
+from tests import golden
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
@@ -128,3 +130,16 @@ def test_concept_vectors_are_found_with_hardly_any_weight_decay() -> None:
         expected = torch.from_numpy(reference.fit(rows.numpy(), (labels == label).numpy()).coef_[0])
         cosine = torch.nn.functional.cosine_similarity(vector, expected, dim=0)
         assert float(cosine) == pytest.approx(1, abs=1e-5)
+
+
+def test_netdissect_on_a_real_tally() -> None:
+    tally = golden.SHARED / "data" / "netdissect" / "torchvision-vgg16-conv4_3.csv"
+    if not tally.is_file():
+        pytest.skip("the tally is not at hand")
+    generator = torch.Generator().manual_seed(0)
+    a, c = torch.rand(10, 512, generator=generator), torch.rand(10, 512, generator=generator)
+    subspaces = netdissect_subspaces(tally, a, c, None)
+    assert subspaces.is_complete
+    assert subspaces.n_subspaces == 114  # the paper's table of concepts found at Conv4_3 of VGG16-TV
+    scores = subspaces.relevance(a, c).mean(0) / torch.tensor(subspaces.dims)
+    assert (scores.diff() <= 1e-6).all()
