@@ -54,6 +54,7 @@ class Network(nn.Module):
         further = zip(request.args, request.has_rows, strict=True)
         numbers = torch.arange(len(request), device=request.inputs[0].device)
         self.additional_args = (*(value for value, has_rows in further if has_rows), numbers)
+        self.scale = 1.0  # a power of two by which gradients are multiplied on their way
 
     def forward(self, *given: Any) -> Tensor:
         *rows, example = given
@@ -88,10 +89,11 @@ class Network(nn.Module):
                 for attributes, before, after in used_up:
                     attributes.update(input=before, output=after)
                 retain = output is not outputs[-1]
+                total = self.scale * output.sum()
                 gradients.append(
-                    gradients_at_inputs(output.sum(), inputs, self.request.layer_name, retain_graph=retain)
+                    gradients_at_inputs(total, inputs, self.request.layer_name, retain_graph=retain)
                 )
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
+        return tuple(torch.cat(parts, dim=1) / self.scale for parts in zip(*gradients, strict=True))
 
 
 def for_network(method: Attribution, network: Network, has_concepts: bool = False) -> Any:

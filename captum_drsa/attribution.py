@@ -392,7 +392,7 @@ class DisentangledAttribution(attr.Attribution, Explainer):  # type: ignore[misc
     def _baselines(self, request: Request, baselines: Any, is_distribution: bool = False) -> Any:
         """Baselines as Captum takes them, drawn now if they are a distribution given as a function."""
         if self._record.at_input is not None:
-            return self._record.at_input.baselines(request.forward, baselines)
+            return self._record.at_input.baselines(request.forward, baselines)  # type: ignore[arg-type]
         if self._record.draws_baselines and baselines is not None:
             baselines, is_distribution = draw_baselines(baselines, request.inputs), True
         given = baselines if isinstance(baselines, tuple) else (baselines,)

@@ -129,8 +129,7 @@ class AtInput:
         """Baselines of the layer's output, from those that the layer method takes; of inputs 0 by default."""
         if not self.has_baselines_of_inputs:
             return given
-        own = network.original
-        pairs = zip(as_tensors(own, given), own.inputs, strict=True)
+        pairs = zip(as_tensors(network.original, given), network.original.inputs, strict=True)
         return network.output_of(tuple(reference.expand_as(x) for reference, x in pairs))
 
 

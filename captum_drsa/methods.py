@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -35,6 +36,8 @@ class RelevanceModel(Network):
         self, request: Request, context: Tensor, subspaces: Subspaces, has_concept_axis: bool = False
     ) -> None:
         super().__init__(request, has_concept_axis)
+        if context.dtype == torch.float16:  # which has no digits left for gradients of 1e-5
+            self.scale = 2.0 ** -math.frexp(float(context.abs().amax()))[1]
         # Methods that perturb take differences of outputs, of which half precision leaves a digit or two.
         context = context.detach().to(torch.promote_types(context.dtype, torch.float32))
         filtered = filter_context(context, subspaces, request.channel_dim)  # (K, N, …, D, …)

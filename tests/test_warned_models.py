@@ -82,9 +82,9 @@ def test_what_goes_around_in_half_precision() -> None:
     """12 288 gradients of 64 sum to more than float16 can hold: the share was 0, without a warning."""
     shares = []
     for dtype in (torch.float32, torch.float16):
-        model = nn.Sequential(
-            nn.Conv2d(3, 8, 1), Around(nn.Conv2d(8, 8, 1)), nn.Conv2d(8, 2, 1), Total()
-        ).to(dtype)
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), Around(nn.Conv2d(8, 8, 1)), nn.Conv2d(8, 2, 1), Total()).to(
+            dtype
+        )
         for parameter in model.eval().parameters():
             parameter.data.fill_(1.0)
         run = DisentangledAttribution(InputXGradient(model), "1.inner", SPLIT)

@@ -105,7 +105,9 @@ def main() -> None:
     target: Tensor = torch.tensor([0, 1])
     calls = {
         "DisentangledAttributor(x, y)": lambda: attributor(x, y),
-        "DisentangledAttribution(IntegratedGradients(m)).attribute": lambda: method.attribute(x, target=target),
+        "DisentangledAttribution(IntegratedGradients(m)).attribute": lambda: method.attribute(
+            x, target=target
+        ),
     }
     for name, call in calls.items():
         call()

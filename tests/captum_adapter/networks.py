@@ -33,25 +33,6 @@ class ConvNet(nn.Module):
         return self.classifier(self.top(self.features(x)).flatten(1))
 
 
-class Mlp(nn.Module):
-    """φ(x) = relu(Wx + b), then relu, then linear, in float64; `phi` and `g` are the parts of Note B."""
-
-    def __init__(self, n_inputs: int = 6, n_features: int = 8) -> None:
-        super().__init__()
-        self.lower = nn.Sequential(nn.Linear(n_inputs, n_features), nn.ReLU())
-        self.upper = nn.Sequential(nn.Linear(n_features, 7), nn.Softplus(), nn.Linear(7, 4))
-        self.double()
-
-    def phi(self, x: Tensor):
-        return self.lower(x)
-
-    def g(self, a: Tensor):
-        return self.upper(a)
-
-    def forward(self, x: Tensor):
-        return self.upper(self.lower(x))
-
-
 class TwoInputs(nn.Module):
     """Two inputs, a scale as a tensor argument and a power as a plain one."""
 

@@ -20,115 +20,10 @@ from captum.attr import (
 from torch import Tensor, nn
 
 from captum_drsa import DisentangledAttribution, GradientContext
-from tests.captum_adapter.networks import Mlp, TwoInputs, conv_net, images, subspaces
+from tests.captum_adapter.networks import TwoInputs, conv_net, images, subspaces
 
 # DeepLift announces its hooks on every call.
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:Input Tensor")
-
-
-@pytest.fixture
-def mlp() -> Mlp:
-    torch.manual_seed(0)
-    return Mlp().eval()
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-def test_gradient_times_input_is_the_filtered_chain_rule(mlp: Mlp, x: torch.Tensor) -> None:
-    """R_pk = ∂y/∂h_k · ∂h_k/∂x_p · x_p, with the Jacobians written out."""
-    u = subspaces(8, dtype=torch.float64)
-    maps = DisentangledAttribution(InputXGradient(mlp), "lower", u).attribute(x, target=2)
-    for n in range(len(x)):
-        jacobian = torch.autograd.functional.jacobian(mlp.phi, x[n])  # (D, P)
-        c = torch.autograd.functional.jacobian(mlp.g, mlp.phi(x[n]))[2]
-        for k, block in enumerate(u.blocks):
-            expected = (block.T @ c) @ (block.T @ jacobian) * x[n]
-            torch.testing.assert_close(maps[n, k], expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("layer", ["features.3", "features.4", "features"])
-def test_gradient_times_input_parts_add_up_to_captums_map(layer: str) -> None:
-    """Also for a convolution whose output the next layer overwrites in place."""
-    model, x = conv_net(), images()
-    split = DisentangledAttribution(InputXGradient(model), layer, subspaces(8)).attribute(x, target=1)
-    whole = InputXGradient(model).attribute(x.clone().requires_grad_(), target=1).detach()
-    assert (split.sum(1) - whole).abs().max() <= 1e-5 * whole.abs().max()
-
-
-def gauss_legendre(n: int) -> list[tuple[float, float]]:
-    import numpy as np
-
-    nodes, weights = np.polynomial.legendre.leggauss(n)
-    return [(float(t + 1) / 2, float(w) / 2) for t, w in zip(nodes, weights, strict=True)]
-
-
-def test_integrated_gradients_is_the_double_sum_of_note_b(mlp: Mlp, x: torch.Tensor) -> None:
-    """c = ∫ ∂y/∂a dt from 0 to a; R_pk = ∫ ∂R̂_k/∂x_p dt · x_p with c constant."""
-    u = subspaces(8, dtype=torch.float64)
-    maps = DisentangledAttribution(IntegratedGradients(mlp), "lower", u).attribute(x, target=1, n_steps=20)
-    for n in range(len(x)):
-        a = mlp.phi(x[n]).detach()
-        c = sum(w * torch.autograd.functional.jacobian(mlp.g, t * a)[1] for t, w in gauss_legendre(100))
-        jacobian = sum(
-            w * torch.autograd.functional.jacobian(mlp.phi, t * x[n]) for t, w in gauss_legendre(20)
-        )
-        for k, block in enumerate(u.blocks):
-            expected = (block.T @ c) @ (block.T @ jacobian) * x[n]
-            # Captum keeps the weights of the steps in float32, hence 1e-6.
-            torch.testing.assert_close(maps[n, k], expected, rtol=2e-6, atol=1e-7)
-
-
-def test_relevance_model_against_the_nested_double_integral() -> None:
-    """Where y is linear in a, c does not depend on x, and R̂_k is R_k: the nested integral comes out the same.
-
-    Above a nonlinear network both have the same sum over p and k (conservation), but not the same maps.
-    """
-
-    def nested(g, phi, u, x, target, steps):
-        """R_pk = ∫ ∂/∂x_p ( ∫ ∂y/∂h_k ∂h_k/∂s ds ) ∂x_p/∂t dt, differentiated through the inner integral."""
-        total = torch.zeros(u.n_subspaces, len(x), dtype=x.dtype)
-        for t, w in gauss_legendre(steps):
-            point = (t * x).requires_grad_()
-            h = u.basis.T @ phi(point)
-            for k, columns in enumerate(torch.arange(len(h)).split(u.dims)):
-                r_k = h.new_zeros(())
-                for s, v in gauss_legendre(steps):
-                    path = s * h
-                    y = g(u.basis @ path)[target]
-                    (dy,) = torch.autograd.grad(y, path, create_graph=True)
-                    r_k = r_k + v * (dy[columns] * h[columns]).sum()
-                (gradient,) = torch.autograd.grad(r_k, point, retain_graph=True)
-                total[k] += w * gradient * x
-        return total
-
-    torch.manual_seed(3)
-    x = torch.randn(1, 4, dtype=torch.float64)
-    u = subspaces(5, 2, dtype=torch.float64)
-    lower = nn.Sequential(nn.Linear(4, 5), nn.Tanh()).double()
-    linear = nn.Linear(5, 2).double()
-    model = nn.Sequential(lower, linear)
-    maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(x, target=0, n_steps=12)
-    expected = nested(linear, lower, u, x[0], 0, 12)
-    torch.testing.assert_close(maps[0], expected, rtol=1e-5, atol=1e-7)
-
-    bent = nn.Sequential(nn.Linear(5, 6), nn.Softplus(), nn.Linear(6, 2)).double()
-    model = nn.Sequential(lower, bent)
-    maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(
-        x, target=0, baselines=x * 0, n_steps=40
-    )
-    # The bias of `lower` makes φ(0) ≠ 0, so that the total is that of Note B.3 and not y(a) − y(0).
-    reference = lower(x * 0)[0]
-    a, c = DisentangledAttribution(IntegratedGradients(model), "0", u).context(x, 0)
-    by_hand = (a[0] - reference) @ c[0]
-    assert torch.isclose(maps.sum(), by_hand, rtol=1e-4)
-    zero_at_origin = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh()).double()
-    model = nn.Sequential(zero_at_origin, bent)
-    maps = DisentangledAttribution(IntegratedGradients(model), "0", u).attribute(x, target=0, n_steps=40)
-    expected = nested(bent, zero_at_origin, u, x[0], 0, 40)
-    torch.testing.assert_close(maps.sum(), expected.sum(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("baseline", [None, 0.3, "tensor", "one"])
@@ -263,7 +158,7 @@ def test_noise_tunnel_around_the_split_attributor() -> None:
     [
         (InputXGradient, None, {}, 1),
         (Saliency, "gradient", {}, 1),
-        (InputXGradient, LayerGradientXActivation, {}, 4),  # what goes around, a, its relevance, step 2
+        (InputXGradient, LayerGradientXActivation, {}, 3),  # a and what goes around, its relevance, step 2
         (GradientShap, None, {"baselines": images(1) * 0}, 2),
     ],
 )
@@ -279,7 +174,7 @@ def test_one_forward_pass_for_all_concepts(
     model.features[0].register_forward_hook(lambda *_: runs.update(below=runs["below"] + 1))
     model.classifier.register_forward_hook(lambda *_: runs.update(above=runs["above"] + 1))
     da.attribute(images(), target=1, **options)
-    assert runs == {"below": below, "above": 3 if below == 4 else 1}
+    assert runs == {"below": below, "above": 2 if below == 3 else 1}
 
 
 @pytest.mark.parametrize("method", [InputXGradient, Saliency])
@@ -298,20 +193,6 @@ def test_one_pass_gives_what_two_steps_give(method) -> None:
     for got, expected in zip(one.attribute(inputs, **options), two.attribute(inputs, **options), strict=True):
         assert expected.abs().max() > 0
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("n_subspaces", [1, 8])
-def test_batches_are_those_that_the_user_allows(n_subspaces: int) -> None:
-    """Rows per forward pass in step 2: internal_batch_size, whatever K and the number of steps are."""
-    model, x = conv_net(), images(1)
-    da = DisentangledAttribution(
-        IntegratedGradients(model), "features.4", subspaces(8, n_subspaces), context_method="gradient"
-    )
-    rows: list[int] = []
-    model.features[0].register_forward_hook(lambda _, __, output: rows.append(len(output)))
-    da.attribute(x, target=1, n_steps=20, internal_batch_size=4)
-    assert max(rows) == 4
-    assert sum(rows) == 20 + 1
 
 
 class Product(nn.Module):
@@ -352,15 +233,3 @@ def test_exact_totals_of_distributions_for_several_inputs(n_first: int, n_second
     )
     # The mean of 5000 draws; with (1, 3) baselines the delta was as large as the total.
     assert float(delta.abs().max()) < 0.05 * float(expected.abs().max())
-
-
-def test_baselines_of_deep_lift_shap_go_together_row_by_row() -> None:
-    model = Product().eval()
-    first, second = torch.randn(3, 4).double(), torch.randn(3, 3).double()
-    da = DisentangledAttribution(DeepLiftShap(model), "layer", subspaces(6, dtype=torch.float64))
-    for call in (
-        lambda b: da.attribute((first, second), target=1, baselines=b),
-        lambda b: da.exact_totals((first, second), 1, baselines=b),
-    ):
-        with pytest.raises(ValueError, match=r"go together row by row, but there are \[2, 1\]"):
-            call((first[:2], second[:1]))

@@ -1,8 +1,9 @@
-"""Targets, inputs, arguments, and contexts."""
+"""Targets, inputs, arguments in Captum's order, and what Captum asks of an attributor."""
 
 from __future__ import annotations
 
-import re
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -15,24 +16,24 @@ from captum.attr import (
     FeatureAblation,
     InputXGradient,
     IntegratedGradients,
+    KernelShap,
     LayerDeepLift,
-    LayerGradientXActivation,
+    LayerIntegratedGradients,
     NoiseTunnel,
+    Occlusion,
     Saliency,
     ShapleyValueSampling,
 )
 from drsa_core import Subspaces
 from torch import Tensor, nn
 
-from captum_drsa import (
-    DisentangledAttribution,
-    IntegratedGradientsContext,
-    LayerAttributionContext,
-    ShapleyContext,
-)
+from captum_drsa import DisentangledAttribution, ShapleyContext
 from tests.captum_adapter.networks import Tokens, TwoInputs, conv_net, images, subspaces
+from tests.closeness import assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:Input Tensor")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Setting forward, backward hooks", "ignore:Input Tensor", "ignore:You are providing multiple"
+)
 
 
 def split(method, layer="features.4", n_features=8, **options) -> DisentangledAttribution:
@@ -45,12 +46,24 @@ def split(method, layer="features.4", n_features=8, **options) -> DisentangledAt
 @pytest.mark.parametrize("method", [InputXGradient, LRP, IntegratedGradients, ShapleyValueSampling])
 @pytest.mark.parametrize(
     "target",
-    [torch.tensor(3), torch.tensor([3]), [3, 3], torch.tensor([3, 3]), (3,), [(3,), (3,)], lambda y: y[:, 3]],
+    [
+        torch.tensor(3),
+        torch.tensor([3]),
+        [3],
+        [3, 3],
+        [-2, 3],
+        np.int64(3),
+        np.array([3, 3]),
+        torch.tensor([[3], [3]]),
+        (3,),
+        [(3,), (3,)],
+        lambda y: y[:, 3],
+    ],
+    ids=str,
 )
-def test_every_form_of_target(method, target) -> None:
-    da = split(
-        method(conv_net()), context_method=ShapleyContext(2) if method is ShapleyValueSampling else None
-    )
+def test_every_form_of_target(method, target: Any) -> None:
+    context = ShapleyContext(2) if method is ShapleyValueSampling else None
+    da = split(method(conv_net()), context_method=context)
     torch.manual_seed(0)
     expected = da.concept_relevance(images(), 3)
     torch.manual_seed(0)
@@ -65,22 +78,31 @@ def test_targets_of_each_example() -> None:
         torch.testing.assert_close(both[n : n + 1], alone, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", [IntegratedGradients, ShapleyValueSampling, LRP])
-@pytest.mark.parametrize("target", [[3], torch.tensor([3]), [(3,)]])
-def test_lists_for_one_example(method, target) -> None:
-    da = split(
-        method(conv_net()), context_method=ShapleyContext(2) if method is ShapleyValueSampling else None
-    )
-    torch.manual_seed(0)
-    expected = da.concept_relevance(images(1), 3)
-    torch.manual_seed(0)
-    torch.testing.assert_close(da.concept_relevance(images(1), target), expected)
+@pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, LRP, DeepLift, KernelShap])
+@pytest.mark.parametrize("target", [[-4, -2], np.array([1, 3]), torch.tensor([[1], [3]])], ids=str)
+def test_whole_maps_of_targets_that_captum_does_not_take(method, target: Any) -> None:
+    da = split(method(conv_net()), context_method=None if method is LRP else "gradient")
+    found: list[Any] = []
+    for given in (target, [1, 3]):
+        torch.manual_seed(0)
+        found.append(da.explain(images(), given).whole)
+    assert_same(*found)
 
 
-def test_progress_of_both_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    da = split(ShapleyValueSampling(conv_net()), context_method=ShapleyContext(1))
-    da.attribute(images(1, 6), target=1, n_samples=1, show_progress=True)
-    assert capsys.readouterr().err.count("100%") >= 2
+@pytest.mark.parametrize(
+    "method", [InputXGradient, DeepLift, Occlusion, lambda m: NoiseTunnel(InputXGradient(m)), LRP]
+)
+def test_whole_maps_are_captums(method) -> None:
+    model, x = conv_net(), images()
+    options: dict[str, Any] = {"sliding_window_shapes": (3, 4, 4)} if method is Occlusion else {}
+    options = {"stdevs": 0.0} if isinstance(method(model), NoiseTunnel) else options
+    expected = method(model).attribute(x.clone().requires_grad_(), target=[2, 0], **options)
+    da = split(method(model), context_method=None if method is LRP else "gradient")
+    whole: Any = da.explain(x, [2, 0], **options).whole
+    assert_same(whole, expected)
+    # A function of the output, also inside of a tunnel; Captum's LRP would begin otherwise.
+    of_function: Any = da.explain(x, lambda y: -y[:, 2], **options).whole
+    assert of_function is None if method is LRP else torch.allclose(of_function[0], -expected[0], atol=1e-6)
 
 
 def test_outputs_with_more_axes() -> None:
@@ -102,29 +124,40 @@ def test_outputs_with_more_axes() -> None:
 
 def test_one_score_per_example_needs_no_target() -> None:
     model = conv_net()
-    da = DisentangledAttribution(InputXGradient(lambda x: model(x)[:, 2]), model.features[4], subspaces(8))
-    torch.testing.assert_close(
-        da.attribute(images()), split(InputXGradient(model)).attribute(images(), target=2)
-    )
-
-
-def test_callable_target_is_linear_in_the_scores() -> None:
-    for method in (InputXGradient, IntegratedGradients):
-        steps = IntegratedGradientsContext(20) if method is IntegratedGradients else None  # the same for all
-        da = split(method(conv_net()), context_method=steps)
-        difference = da.attribute(images(), target=lambda y: y[:, 1] - y[:, 0])
-        expected = da.attribute(images(), target=1) - da.attribute(images(), target=0)
-        torch.testing.assert_close(difference, expected, rtol=1e-3, atol=1e-6)
+    expected = split(InputXGradient(model)).attribute(images(), target=2)
+    for forward in (lambda x: model(x)[:, 2], lambda x: model(x)[0, 2]):
+        n = 2 if forward(images()).ndim else 1
+        da = DisentangledAttribution(InputXGradient(forward), model.features[4], subspaces(8))
+        torch.testing.assert_close(da.attribute(images()[:n]), expected[:n])
 
 
 # ---------------------------------------------------------------------- inputs and arguments
 
 
 @pytest.mark.parametrize(
+    ("method", "args", "keywords"),
+    [
+        (IntegratedGradients, (0.1, 3, None, 4), {"baselines": 0.1, "target": 3, "n_steps": 4}),
+        (InputXGradient, (3,), {"target": 3}),
+        (Saliency, (3, False), {"target": 3, "abs": False}),
+        (LRP, (3, None, True), {"target": 3, "return_convergence_delta": True}),
+        (Occlusion, ((3, 4, 4), 4, None, 3), {"sliding_window_shapes": (3, 4, 4), "strides": 4, "target": 3}),
+    ],
+)
+def test_arguments_in_the_order_of_the_wrapped_method(method, args: Any, keywords: dict[str, Any]) -> None:
+    da = split(method(conv_net()), context_method="gradient" if method is Occlusion else None)
+    found, expected = da.attribute(images(), *args), da.attribute(images(), **keywords)
+    torch.testing.assert_close(found, expected)
+    first = next(iter(keywords))
+    for wrong in ((*args, *range(20)), args):
+        with pytest.raises(TypeError, match=f"after the inputs {method.__name__} takes .*, once each"):
+            da.attribute(images(), *wrong, **({first: keywords[first]} if wrong is args else {}))
+
+
+@pytest.mark.parametrize(
     ("method", "options"),
     [
         (InputXGradient, {}),
-        (IntegratedGradients, {"n_steps": 40}),
         (
             IntegratedGradients,
             {"n_steps": 40, "internal_batch_size": 9, "baselines": (0.1, torch.ones(1, 3))},
@@ -137,8 +170,7 @@ def test_callable_target_is_linear_in_the_scores() -> None:
 def test_tuples_of_inputs_and_further_arguments(method, options) -> None:
     torch.manual_seed(0)
     model = TwoInputs().eval()
-    inputs = (torch.randn(2, 4), torch.randn(2, 3))
-    scale = torch.tensor([1.0, 3.0])
+    inputs, scale = (torch.randn(2, 4), torch.randn(2, 3)), torch.tensor([1.0, 3.0])
     da = split(method(model), "layer", 6, context_method="gradient")
     maps = da.attribute(inputs, target=1, additional_forward_args=(scale, 2), **options)
     assert isinstance(maps, tuple)
@@ -149,61 +181,154 @@ def test_tuples_of_inputs_and_further_arguments(method, options) -> None:
         # 40 steps along a path with kinks; the others are exact.
         tolerance = 0.03 if method is IntegratedGradients else 1e-5
         assert (attributed - total).abs().max() <= tolerance * total.abs().max()
-    for n in range(2):  # the argument of each example goes with it
-        torch.manual_seed(1)
+    for n in range(2 if method is not ShapleyValueSampling else 0):  # the argument of each goes with it
         alone = da.attribute(
             tuple(t[n : n + 1] for t in inputs),
             target=1,
             additional_forward_args=(scale[n : n + 1], 2),
             **options,
         )
-        if method is not ShapleyValueSampling:
-            torch.testing.assert_close(maps[0][n : n + 1], alone[0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(maps[0][n : n + 1], alone[0], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("context", ["integrated_gradients", ShapleyContext(3)])
-def test_contexts_with_tuples_and_arguments(context) -> None:
-    torch.manual_seed(0)
-    model = TwoInputs().eval()
-    inputs, scale = (torch.randn(2, 4), torch.randn(2, 3)), torch.tensor([1.0, 3.0])
-    da = split(InputXGradient(model), "layer", 6, context_method=context)
-    a, c = da.context(inputs, 1, (scale, 1))
-    # y is linear in a: every context is the gradient, scale · w, where maps are active.
-    expected = (scale[:, None] * model.out.weight[1]).detach()
-    active = a != 0
-    torch.testing.assert_close(c[active], expected[active], rtol=1e-4, atol=1e-5)
+class OverSet(nn.Module):
+    """Scores times the sum over a set (M, 8), which is the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # Without a bias: the activation of the baseline 0 is 0.
+        self.below, self.act, self.head = nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, members: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.act(self.below(x)) * members.sum(0))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (IntegratedGradients, {"n_steps": 5}),
+        (FeatureAblation, {"perturbations_per_eval": 3}),
+        (DeepLift, {}),
+        (lambda model: NoiseTunnel(InputXGradient(model)), {"nt_samples": 4, "stdevs": 0.0}),
+    ],
+)
+@pytest.mark.parametrize("target", [1, lambda output: output[:, 1]], ids=["index", "function"])
+def test_tensors_without_a_row_for_each_example_are_the_same_for_all(method, options, target) -> None:
+    """Captum itself repeats them with the inputs, so that the sum would be that of several sets."""
+    model, x, members = OverSet(), torch.rand(3, 6), torch.rand(7, 8)
+    explanation = split(method(model), "act", context_method="gradient").explain(
+        x, target, additional_forward_args=members, **options
+    )
+    bound = DisentangledAttribution(InputXGradient(lambda x: model(x, members)), model.act, subspaces(8))
+    assert_same(explanation.score, model(x, members)[:, 1])
+    assert explanation.whole is not None
+    # Above the layer the network is linear, so that the maps add up to the whole.
+    assert_same(explanation.maps.sum(1), explanation.whole)
+    assert_same(explanation.concept_relevance, bound.concept_relevance(x, 1))
+
+
+class Masked(nn.Module):
+    """Halves its mask, in place or not; the mask may come in a dictionary. Overwrites its input, too."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below, self.act, self.head = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)
+        self.in_place = in_place
+        self.eval()
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        mask = mask["mask"] if isinstance(mask, dict) else mask
+        mask, x = (mask.mul_(0.5), x.sub_(0.1)) if self.in_place else (mask * 0.5, x - 0.1)
+        scores: Tensor = self.head(self.act(self.below(x * mask)))
+        return scores
+
+
+@pytest.mark.filterwarnings("ignore:.*sits on zero")
+@pytest.mark.parametrize("target", [1, lambda output: output[:, 1] - output[:, 2]], ids=["index", "function"])
+@pytest.mark.parametrize("mask", [torch.tensor([[1.0], [2.0], [3.0]]), torch.full((6,), 2.0)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        LRP,
+        DeepLift,
+        FeatureAblation,
+        InputXGradient,
+        IntegratedGradients,
+        KernelShap,
+        ShapleyValueSampling,
+        lambda m: NoiseTunnel(InputXGradient(m)),
+        lambda m: LayerIntegratedGradients(m, m.below),
+    ],
+)
+def test_models_that_overwrite_what_they_get(method, mask: Tensor, target: Any) -> None:
+    """Each forward pass has its own inputs and arguments."""
+    x = torch.rand(3, 6, generator=torch.Generator().manual_seed(1)) + 0.1
+    results = []
+    for in_place in (True, False):
+        model, given, x_given = Masked(in_place), mask.clone(), x.clone()
+        torch.manual_seed(0)
+        found = split(method(model), "act").explain(x_given, target, additional_forward_args=given)
+        assert torch.equal(given, mask)
+        assert torch.equal(x_given, x)
+        results.append([found.maps, found.score, found.concept_relevance, found.whole])
+    for here, there in zip(*results, strict=True):
+        assert here is there is None or torch.equal(here, there)
+    if method is InputXGradient:
+        by_layer = LayerDeepLift(model, model.act)
+        contexts = [
+            split(InputXGradient(Masked(in_place)), "act", context_method="lrp").context(x, 1, {"mask": mask})
+            for in_place in (True, False)
+        ]
+        assert_same(contexts[0][1], contexts[1][1])
+        split(InputXGradient(model), "act", context_method=by_layer).context(x, 1, mask)
 
 
 def test_tokens_with_features_last() -> None:
     torch.manual_seed(0)
     model, x = Tokens().eval(), torch.randn(2, 7, 5)
-    for method in (InputXGradient(model), ShapleyValueSampling(model)):
-        da = DisentangledAttribution(method, "layer", subspaces(8), channel_dim=-1)
-        options: dict[str, Any] = {} if isinstance(method, InputXGradient) else {"n_samples": 1}
+    for method, options in ((InputXGradient(model), {}), (ShapleyValueSampling(model), {"n_samples": 1})):
+        da = split(method, "layer", channel_dim=-1)
         assert da.attribute(x, target=1, **options).shape == (2, 3, 7, 5)
         assert da.concept_relevance(x, 1).shape == (2, 3)
     whole = InputXGradient(model).attribute(x.clone().requires_grad_(), target=1)
-    parts = DisentangledAttribution(InputXGradient(model), "layer", subspaces(8), channel_dim=-1)
+    parts = split(InputXGradient(model), "layer", channel_dim=-1)
     torch.testing.assert_close(parts.attribute(x, target=1).sum(1), whole.detach(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, LRP, DeepLift, ShapleyValueSampling])
-def test_under_no_grad_and_with_frozen_weights(method) -> None:
-    model = conv_net()
-    da = split(method(model), context_method="gradient" if method is ShapleyValueSampling else None)
-    options: dict[str, Any] = {"n_samples": 1} if method is ShapleyValueSampling else {}
-    x = images(1, 6)
-    torch.manual_seed(0)
+@pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, LRP, DeepLift, Occlusion])
+def test_under_no_grad_in_inference_mode_and_with_frozen_weights(method) -> None:
+    model, x = conv_net(), images()
+    da = split(method(model), context_method=None if method is LRP else "gradient")
+    options: dict[str, Any] = {"sliding_window_shapes": (3, 6, 6)} if method is Occlusion else {}
     expected = da.attribute(x, target=1, **options)
+    with torch.inference_mode():
+        assert_same(da.attribute(x.clone(), target=1, **options), expected)
     model.requires_grad_(False)
-    torch.manual_seed(0)
     with torch.no_grad():
-        torch.testing.assert_close(da.attribute(x, target=1, **options), expected)
+        assert_same(da.attribute(x, target=1, **options), expected)
 
 
-def test_double_precision_stays_double() -> None:
-    da = split(InputXGradient(conv_net().double()))
-    assert da.attribute(images().double(), target=1).dtype == torch.float64
+def test_a_tuple_of_one_input_is_that_input() -> None:
+    """The layout of tokens was unknown then, and `token_maps` an error."""
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor):
+            return self.head(self.block(self.embed(x).flatten(2).transpose(1, 2)).relu().mean(1))
+
+    da = split(InputXGradient(Patches()), "block", channel_dim=-1)
+    expected = da.explain(images(), 1)
+    torch.testing.assert_close(da.explain((images(),), 1).token_maps, expected.token_maps)
+    assert expected.token_maps.shape == (2, 3, 3, 3)
+
+
+# ---------------------------------------------------------------------- what Captum asks of an attributor
 
 
 def test_what_captum_asks_of_an_attributor() -> None:
@@ -221,149 +346,40 @@ def test_what_captum_asks_of_an_attributor() -> None:
     assert not split(NoiseTunnel(IntegratedGradients(model))).has_convergence_delta()
 
 
-def test_concept_relevance_adds_up_to_the_score() -> None:
-    """IG conserves from the layer: Σ_k R_k = y(a) − y(0)."""
-    model = conv_net()
-    relevance = split(IntegratedGradients(model)).concept_relevance(images(), 2)
-    assert relevance.shape == (2, 3)
-    with torch.no_grad():
-        a = model.features(images())
-        y, y_0 = (model.classifier(model.top(t).flatten(1))[:, 2] for t in (a.clone(), a * 0))
-    torch.testing.assert_close(relevance.sum(1), y - y_0, rtol=0.01, atol=0)  # what the steps were chosen for
+def test_progress_of_both_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    da = split(ShapleyValueSampling(conv_net()), context_method=ShapleyContext(1))
+    da.attribute(images(1, 6), target=1, n_samples=1, show_progress=True)
+    assert capsys.readouterr().err.count("100%") >= 2
 
 
-# ---------------------------------------------------------------------- contexts
-
-
-def integrated_by_hand(model: nn.Module, layer: nn.Module, x: Tensor, target: int) -> Tensor:
-    """c = ∫ ∂y/∂a dt from 0 to a by 100 Gauss–Legendre nodes, each a run of the whole model.
-
-    Captum's LayerIntegratedGradients starts at φ(0) instead, so that it cannot serve as the reference.
-    """
-    nodes, weights = np.polynomial.legendre.leggauss(100)
-    total: Tensor | float = 0.0
-    for t, w in zip((nodes + 1) / 2, weights / 2, strict=True):
-        leaves: list[Tensor] = []
-
-        def scale(_: nn.Module, __: object, a: Tensor, t: float = float(t), leaves=leaves):
-            leaves.append((t * a).detach().requires_grad_())
-            return leaves[0].clone()
-
-        handle = layer.register_forward_hook(scale)
-        score = model(x)[:, target].sum()
-        handle.remove()
-        total = total + float(w) * torch.autograd.grad(score, leaves[0])[0]
-    assert isinstance(total, Tensor)
-    return total
-
-
-def test_default_contexts() -> None:
-    """IG: from 0, with 100 steps or as many as it takes; gradient methods: the gradient, as of Captum."""
-    model, x = conv_net(), images()
-    by_hand = integrated_by_hand(model, model.features[4], x, 3)
-    _, c = split(IntegratedGradients(model), context_method=IntegratedGradientsContext(100)).context(x, 3)
-    torch.testing.assert_close(c, by_hand, rtol=1e-4, atol=1e-7)
-    _, c = split(IntegratedGradients(model)).context(x, 3)
-    assert float((c - by_hand).norm()) <= 0.05 * float(by_hand.norm())  # fewer steps along a path with kinks
-    for method in (InputXGradient, Saliency, DeepLift):
-        a, c = split(method(model)).context(x, 3)
-        layer = LayerGradientXActivation(model, model.features[4], multiply_by_inputs=False)
-        torch.testing.assert_close(c, layer.attribute(x, target=3).detach())
-        torch.testing.assert_close(a, model.features(x).detach())
-
-
-def test_context_methods_by_name_object_and_layer_attributor() -> None:
-    model, x = conv_net(), images()
-    a, ig = split(InputXGradient(model), context_method="integrated_gradients").context(x, 3)
-    torch.testing.assert_close(
-        split(InputXGradient(model), context_method=IntegratedGradientsContext()).context(x, 3)[1],
-        ig,
-    )
-    lrp = split(InputXGradient(model), context_method="lrp").context(x, 3)[1]
-    torch.testing.assert_close(lrp, split(LRP(model)).context(x, 3)[1])
-    attributor = LayerGradientXActivation(model, model.features[4])
-    gradient = split(InputXGradient(model)).context(x, 3)[1]
-    by_relevance = split(InputXGradient(model), context_method=attributor).context(x, 3)[1]
-    torch.testing.assert_close(by_relevance, torch.where(a != 0, gradient, 0), rtol=1e-4, atol=1e-6)
-    deep = split(DeepLift(model), context_method=LayerAttributionContext(LayerDeepLift(model, model.top[0])))
-    with pytest.raises(ValueError, match=r"made for another layer than 'features\.4'"):
-        deep.context(x, 3)
-
-
-class Bypass(nn.Module):
-    """What bypasses the layer is added, concatenated, or reshaped with the batch size of the input."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lower, self.layer, self.kind = nn.Linear(4, 6), nn.ReLU(), kind
-        self.upper = nn.Linear(12 if kind == "cat" else 6, 5)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor):
-        below = self.lower(x)
-        a = self.layer(below)
-        if self.kind == "add":
-            a = a + below
-        elif self.kind == "cat":
-            a = torch.cat([a, below], dim=1)
-        elif self.kind == "reshape":
-            a = a.reshape(len(x), -1)
-        return self.head(torch.tanh(self.upper(a)))
-
-
-@pytest.mark.parametrize("kind", ["plain", "add", "cat", "reshape"])
-def test_contexts_of_models_with_a_bypass(kind: str) -> None:
-    """Whether or not the lower part can be shared, the context is the one by hand."""
-    model = Bypass(kind).eval()
-    x = torch.randn(3, 4)
-    _, c = split(IntegratedGradients(model), "layer", 6).context(x, 1)
-    torch.testing.assert_close(c, integrated_by_hand(model, model.layer, x, 1), rtol=1e-4, atol=1e-6)
-
-
-def test_lower_part_is_shared_in_step_1() -> None:
-    """100 steps, which fit into one batch here, run the lower part on one image, not on 100."""
-    model = conv_net()
-    rows = {"below": 0, "above": 0}
-    model.features[0].register_forward_hook(lambda _, __, y: rows.update(below=rows["below"] + len(y)))
-    model.classifier.register_forward_hook(lambda _, __, y: rows.update(above=rows["above"] + len(y)))
-    split(IntegratedGradients(model), context_method=IntegratedGradientsContext(100)).context(images(1), 1)
-    # Two more runs find a, and try with 3 activations whether the lower part can be shared.
-    assert rows == {"below": 1 + 2, "above": 100 + 1 + 3}
-
-
-class Kinks(nn.Module):
-    """y = Σ_j w_j max(0, a_j − b_j): along the path to a = 1 the gradient jumps at t = b_j."""
-
-    def __init__(self, weights: list[float], places: list[float]) -> None:
-        super().__init__()
-        self.layer = nn.ReLU()
-        self.weights, self.places = torch.tensor(weights), torch.tensor(places)
-
-    def forward(self, x: Tensor):
-        return (self.weights * (self.layer(x) - self.places).relu()).sum(1)
-
-
-@pytest.mark.parametrize(
-    ("model", "n_steps", "warns"),
-    [
-        (Kinks([2.0, 1.0], [0.9, 0.95]), 3, r"3 steps is off by 100% of y\(a\) − y\(0\).*n_steps=12"),
-        (Kinks([2.0, 1.0], [0.9, 0.95]), 100, None),
-        # Σ aᵀc = 0 for y(a) − y(0) = −0.009, next to terms of ±1.5: that is no error to speak of.
-        (Kinks([3.0, -3.0], [0.503, 0.5]), 10, None),
-    ],
-)
-def test_too_few_steps_above_the_layer_are_reported(model: Kinks, n_steps: int, warns: str | None) -> None:
-    """Σ aᵀc must be y(a) − y(0), which is known."""
-    context = IntegratedGradientsContext(n_steps)
-    da = DisentangledAttribution(IntegratedGradients(model), "layer", context_method=context)
+@pytest.mark.parametrize("method", [InputXGradient, Saliency, DeepLift, LRP, IntegratedGradients])
+def test_captum_does_not_complain_about_inputs_that_are_our_own_copies(method) -> None:
+    x, model = images(), conv_net()
+    context = LayerDeepLift(model, model.features[4]) if method is InputXGradient else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        da.context(torch.ones(2, 2))
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == (warns is not None)
-    if warns is not None:
-        assert re.search(warns, messages[0])
+        found = split(method(model), context_method=context).explain(x, 3)
+    assert not [str(w.message) for w in caught if "did not already require gradients" in str(w.message)]
+    assert found.whole is not None
+    assert not found.whole.requires_grad
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda da: pickle.loads(pickle.dumps(da))])
+@pytest.mark.parametrize("method", [IntegratedGradients, LRP, ShapleyValueSampling, "embedding"])
+def test_wrappers_can_be_copied_and_pickled(method, copied) -> None:
+    model = conv_net()
+    if method == "embedding":
+        da, options = split(LayerIntegratedGradients(model, model.features[0])), {"n_steps": 3}
+    else:
+        context = ShapleyContext(1) if method is ShapleyValueSampling else None
+        da, options = split(method(model), context_method=context), {}
+    other = copied(da)
+    assert other.layer is not da.layer
+    torch.manual_seed(0)
+    expected = da.attribute(images(1, 6), target=1, **options)
+    torch.manual_seed(0)
+    assert_same(other.attribute(images(1, 6), target=1, **options), expected)
 
 
 def test_dual_subspaces() -> None:
@@ -376,58 +392,6 @@ def test_dual_subspaces() -> None:
     da = DisentangledAttribution(InputXGradient(model), "features.4", u)
     torch.testing.assert_close(da.attribute(x, target=1).sum(1), whole, rtol=1e-4, atol=1e-5)
     a, c = da.context(x, 1)
-    torch.testing.assert_close(
-        da.exact_totals(x, 1),
-        torch.stack(
-            [
-                ((a - model.features(x * 0)) * u.project_context(c, k)).sum((1, 2, 3)).detach()
-                for k in range(2)
-            ],
-            dim=1,
-        ),
-        rtol=1e-4,
-        atol=1e-6,
-    )
-
-
-# ---------------------------------------------------------------------- warnings
-
-
-@pytest.mark.parametrize("method", [InputXGradient, Saliency, DeepLift, LRP, IntegratedGradients])
-def test_captum_does_not_complain_about_inputs_that_are_our_own_copies(method) -> None:
-    x = images()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = split(method(conv_net())).explain(x, 3)
-    assert not [str(w.message) for w in caught if "did not already require gradients" in str(w.message)]
-    assert found.whole is not None
-    assert not found.whole.requires_grad
-    assert not x.requires_grad
-
-
-def test_nor_about_those_of_a_layer_attributor() -> None:
-    model = conv_net()
-    da = split(InputXGradient(model), context_method=LayerDeepLift(model, model.features[4]))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, context = da.context(images(), 3)
-    assert not [str(w.message) for w in caught if "did not already require gradients" in str(w.message)]
-    assert not context.requires_grad
-
-
-def test_a_tuple_of_one_input_is_that_input() -> None:
-    """The layout of tokens was unknown then, and `token_maps` an error."""
-
-    class Patches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.block, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor):
-            return self.head(self.block(self.embed(x).flatten(2).transpose(1, 2)).relu().mean(1))
-
-    x = images()
-    da = DisentangledAttribution(InputXGradient(Patches()), "block", subspaces(8), channel_dim=-1)
-    expected = da.explain(x, 1)
-    torch.testing.assert_close(da.explain((x,), 1).token_maps, expected.token_maps)
-    assert expected.token_maps.shape == (2, 3, 3, 3)
+    difference = (a - model.features(x * 0)).detach()
+    totals = [(difference * u.project_context(c, k)).sum((1, 2, 3)) for k in range(2)]
+    torch.testing.assert_close(da.exact_totals(x, 1), torch.stack(totals, dim=1), rtol=1e-4, atol=1e-6)

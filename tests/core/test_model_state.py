@@ -157,10 +157,10 @@ def test_nested_contexts_go_back_to_their_own_beginning():
     with restored(model):
         parameters_exchanged(model)
         between = model_state(model)
-        with pytest.raises(ValueError, match="inner"), restored(model):
+        with suppress(ValueError), restored(model):
             hooks_changed(model)
             flags_changed(model)
-            raise ValueError("inner")
+            raise ValueError
         assert model_state(model) == between
     assert model_state(model) == before
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -88,18 +87,6 @@ def test_manipulation(network: str, tmp_path) -> None:
     assert "manipulation_score, manipulated:" in printed
     assert ("±" in printed) == (network == "planted")  # of one image there is no standard error
     assert file.stat().st_size > 10_000
-
-
-def test_options_that_the_planted_network_does_not_have_are_refused(monkeypatch, capsys) -> None:
-    for package in ("timm", "zennit", "skimage"):
-        pytest.importorskip(package)
-    import manipulation
-
-    words = ["manipulation.py", "--network", "planted", "--upper-gamma", "0"]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match="2"):
-        manipulation.main()
-    assert "--network planted has its own images and rules, without --upper-gamma" in capsys.readouterr().err
 
 
 MODEL = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -106,17 +105,6 @@ def test_settings_are_not_chosen_on_what_is_reported(tmp_path, monkeypatch, caps
         carton_watermark.thirds([photos], 2, 2)
 
 
-def test_classes_of_photographs_by_their_names(tmp_path) -> None:
-    for package in ("imagenet_w", "skimage", "timm"):
-        pytest.importorskip(package)
-    from hanzi_watermark import class_of
-
-    assert class_of(Path("pets/281_tabby/00.jpg")) == 281
-    assert class_of(Path("pets/281_tabby/001_from_above.jpg")) == 281
-    assert class_of(Path("animals/22_bald_eagle.jpg")) == 22
-    assert class_of(Path("animals/eagle.jpg")) is None
-
-
 def test_insight_takes_the_outputs_of_classes(tmp_path) -> None:
     for package in ("foolbox", "skimage", "timm"):
         pytest.importorskip(package)
@@ -132,16 +120,6 @@ def test_insight_takes_the_outputs_of_classes(tmp_path) -> None:
     _, labels, names = load_classes(network, folder, None)
     assert labels.tolist() == [2, 2, 1, 1]
     assert names == {2: "a", 1: "b"}
-
-
-def test_pictures_of_another_seed_are_not_audited(tmp_path) -> None:
-    for package in ("captum", "timm", "cv2"):
-        pytest.importorskip(package)
-    from audit import write_boxes
-
-    for seed in (1, 2):
-        write_boxes(tmp_path, 40, seed)
-    assert len(list(tmp_path.iterdir())) == 40 // 5  # one of five shapes
 
 
 def test_insight(tmp_path) -> None:

@@ -127,28 +127,6 @@ def test_spray_labels_are_those_of_its_centres() -> None:
         assert spray.inertia_ == pytest.approx(float(nearest.square().sum()))
 
 
-def test_spray_is_reproducible_and_leaves_generators_alone() -> None:
-    state, numpy_state = torch.get_rng_state(), str(np.random.get_state())  # noqa: NPY002
-    first = SpRAy(3, pool=4, random_state=1).fit(blobs(20, 0))
-    second = SpRAy(3, pool=4, random_state=1).fit(blobs(20, 0))
-    assert torch.equal(first.centres_, second.centres_)
-    assert torch.equal(state, torch.get_rng_state())
-    assert numpy_state == str(np.random.get_state())  # noqa: NPY002
-
-
-def test_spray_names_bad_input() -> None:
-    with pytest.raises(ValueError, match="call fit"):
-        SpRAy().distances(blobs(2, 0))
-    with pytest.raises(ValueError, match="at least as many maps, got 3"):
-        SpRAy(4).fit(blobs(3, 0))
-    with pytest.raises(ValueError, match="too much alike"):
-        SpRAy(2, pool=4).fit(torch.ones(5, 8, 8))
-    with pytest.raises(ValueError, match="at least pool = 8"):
-        SpRAy(2).fit(torch.ones(5, 4, 4))
-    with pytest.raises(ValueError, match="got 4"):
-        SpRAy(2, pool=4, random_state=0).fit(blobs(6, 0)).distances(torch.ones(1, 8, 8))
-
-
 # ---------------------------------------------------------------------- reweighting, poisoning, measures
 
 

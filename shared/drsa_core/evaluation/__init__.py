@@ -13,14 +13,18 @@ from .flipping import (
 )
 from .scores import (
     Prototypes,
+    Summary,
+    bootstrap_interval,
+    class_means,
+    delta_aupc,
     explain_func,
     peakness,
     select_prototypes,
     separability,
+    summarise,
     top_images,
     total_relevance,
 )
-from .statistics import Summary, bootstrap_interval, class_means, delta_aupc, summarise
 
 __all__ = [
     "FILLS",

@@ -1,4 +1,4 @@
-"""Figures of showcases 1 and 2: what is drawn, not how it looks."""
+"""Figures of showcases and of known concepts: what is drawn, not how it looks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import pytest
 import torch
 from study.clever_hans import roc_curve
 from study.matching import match_concepts
-
-pytest.importorskip("matplotlib")
-
-from study.plots import confusion_matrices, manipulated_map, relevance_boxes, relevance_scatter, roc_curves
+from study.plots import (
+    confusion_matrices,
+    known_concepts,
+    manipulated_map,
+    relevance_boxes,
+    relevance_scatter,
+    roc_curves,
+)
 
 LABELS = torch.tensor([0, 1, 2]).repeat(10)
 RELEVANCE = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
@@ -86,12 +90,33 @@ def test_squares_of_a_manipulated_map_reach_the_edge() -> None:
     assert shown[2, 0] == (20 + 21) / 2
 
 
-def test_a_manipulated_map_of_a_few_pixels_keeps_their_proportions() -> None:
-    maps = torch.zeros(2, 32, 32)
-    maps[0, 3, 3], maps[0, 5, 5], maps[1, 7, 7] = 1.0, 4.0, -2.0
-    pictures = (torch.full((1, 32, 32), 0.5), torch.full((1, 32, 32), 0.4), torch.rand(1, 32, 32))
-    axes = manipulated_map(pictures, maps[0] / 2, maps, maps).axes
-    drawn = [axis.images[0].get_clim() for axis in axes if axis.images]
-    # Photographs come first in each row; seven maps with one scale, and |change| in the last row.
-    assert [drawn[i] for i in (0, 4, 8)] == [(0, 1)] * 3  # one grey for one value
-    assert {drawn[i] for i in (1, 2, 3, 5, 6, 7, 9)} == {(-4, 4)}
+def test_known_concepts_shows_shares() -> None:
+    masks = torch.zeros(2, 4, 4, dtype=torch.bool)
+    masks[0, 0, 0], masks[1, 2, 2] = True, True
+    maps = torch.zeros(2, 4, 4)
+    maps[0, 0, 0], maps[0, 1, 1], maps[0, 3, 3] = 3.0, 1.0, -5.0
+    figure = known_concepts(torch.rand(1, 4, 4), masks, {"DRSA": maps}, ["ring", "cross"])
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["image", "ring", "cross", "", "0.75", "none"]
+    with pytest.raises(ValueError, match=r"maps of DRSA must have shape \(2, 4, 4\)"):
+        known_concepts(torch.rand(1, 4, 4), masks, {"DRSA": maps[:1]}, ["ring", "cross"])
+    with pytest.raises(ValueError, match="2 strings"):
+        known_concepts(torch.rand(1, 4, 4), masks, {"DRSA": maps}, ["ring"])
+
+
+def test_manipulated_map_adds_up_and_shares_a_scale() -> None:
+    images = tuple(torch.rand(3, 3, 8, 8))
+    original, manipulated, target = torch.randn(2, 8, 8), torch.randn(2, 8, 8), torch.randn(8, 8)
+    figure = manipulated_map((images[0], images[1], images[2]), target, original, manipulated)
+    panels = [axis.images[0] if axis.images else None for axis in figure.axes]
+    whole, parts = panels[5], panels[6:8]
+    assert whole is not None
+    assert parts[0] is not None
+    assert parts[1] is not None
+    shown = [np.asarray(panel.get_array()) for panel in (whole, *parts)]  # type: ignore[union-attr]
+    np.testing.assert_allclose(shown[0], shown[1] + shown[2], rtol=1e-6, atol=1e-6)
+    assert whole.get_clim() == parts[0].get_clim() == panels[9].get_clim()  # type: ignore[union-attr]
+    slight = manipulated_map((images[0], images[0] + 4e-4, images[2]), target, original, manipulated)
+    assert slight.axes[10].get_title() == "|change|, at most 0.0004"
+    with pytest.raises(ValueError, match=r"original must have shape \(2, H, W\)"):
+        manipulated_map((images[0], images[1], images[2]), target, original[:1], manipulated)
