@@ -32,7 +32,7 @@ from .canonizers import CANONIZERS
 from .family_composites import NFNetGamma, TransformerGamma
 from .kept import BIASES, CanonicalPart
 from .operations import Watch
-from .validity import Checks, registration, relative_change, validate
+from .validity import Checks, relative_change, under, validate
 
 __all__ = ["Diagnosis", "LayerRelevance", "doctor", "remedies", "validate"]
 
@@ -243,7 +243,7 @@ def _examine(model: nn.Module, composite: Composite, input: Tensor, target: int 
     classes = _checked_classes(target, original)
     names = {module: name for name, module in model.named_modules()}
 
-    with restored(model, *registration(composite, model)), ExitStack() as stack:
+    with under(composite, model), ExitStack() as stack:
         modules = list(model.modules())
         names |= {module: name for name, module in model.named_modules()}
         for module in modules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -85,7 +85,7 @@ def validate(
 
     rules = None if registered else composite
     with torch.random.fork_rng({example.device} if example.is_cuda else ()), torch.inference_mode(False):
-        with restored(model, *registration(rules, model)):
+        with under(rules, model):
             canonized = under_rules()
         if keeps_output or is_training or not isinstance(canonized, Tensor):
             return
@@ -109,11 +109,11 @@ def validate(
         )
 
 
-def registration(composite: Composite | None, model: nn.Module) -> tuple[Callable[[], None], ...]:
-    """What `restored` is to do on the way in and out, to have the rules on the model meanwhile."""
+def under(composite: Composite | None, model: nn.Module) -> restored:
+    """Context in which the rules are on the model."""
     if composite is None:
-        return ()
-    return lambda: register(composite, model), lambda: unregister(composite)
+        return restored(model)
+    return restored(model, lambda: register(composite, model), lambda: unregister(composite))
 
 
 def relative_change(output: Tensor, original: Tensor) -> float:

@@ -76,7 +76,7 @@ def passes(call: Callable[[], Any], model: nn.Module) -> int:
         nonlocal count
         count += 1
 
-    handle = model[0].register_forward_pre_hook(counted)  # type: ignore[index, operator]
+    handle = model[0].register_forward_pre_hook(counted)  # type: ignore[index]
     call()
     handle.remove()
     return count

@@ -86,13 +86,15 @@ def test_every_change_is_undone(change, error):
 
 
 def test_on_the_way_in_and_out():
-    model, events = network(), []
+    model = network()
+    events: list[str] = []
     before = model_state(model)
-    context = restored(
-        model,
-        enter=lambda: (events.append("in"), hooks_changed(model)),
-        leave=lambda: events.append("out"),
-    )
+
+    def enter() -> None:
+        events.append("in")
+        hooks_changed(model)
+
+    context = restored(model, enter=enter, leave=lambda: events.append("out"))
     with context:
         assert events == ["in"]
     assert events == ["in", "out"]
@@ -101,14 +103,18 @@ def test_on_the_way_in_and_out():
         flags_changed(model)
         raise RuntimeError("on the way")
 
-    for options in ({"enter": fails}, {"leave": fails}):
-        with pytest.raises(RuntimeError, match="on the way"), restored(model, **options):
+    for enter, leave in ((fails, None), (None, fails)):
+        with pytest.raises(RuntimeError, match="on the way"), restored(model, enter, leave):
             parameters_exchanged(model)
         assert model_state(model) == before
 
 
 class Counting(nn.Module):
     """Counts its passes and keeps the last input, as models do."""
+
+    n_rows: torch.Tensor
+    last: torch.Tensor | None
+    cache: dict[str, torch.Tensor]
 
     def __init__(self) -> None:
         super().__init__()
