@@ -1,7 +1,4 @@
-"""Labelled baselines: subspaces from concepts that someone has named, NetDissect (Note H) and IBD (Note I).
-
-They learn nothing from the relevance; `netdissect_subspaces` ranks its concepts by it.
-"""
+"""Labelled baselines: subspaces from concepts with names, NetDissect (Note H) and IBD (Note I)."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def netdissect_subspaces(
     Returns
     -------
     Subspaces
-        Named after the concepts, best first. What the kept ones leave over is `completed()`'s residual.
+        Named after the concepts, best first; not completed.
     """
     samples = unpack_pairs(a, c)
     check_nonzero(samples.a, samples.c)

@@ -208,21 +208,17 @@ class Objective:
         return self.ranks.sum(at.weights.T @ ((self.a @ directions) * (self.c @ directions)))
 
     def leading_samples(self, weights: Tensor, part: float, fewest: int) -> Tensor:
-        """This rank's rows, ascending, of the largest weights (N,) that hold `part` of their sum.
-
-        At least `fewest`, if there are so many. Weights are compared over all ranks.
-        """
+        """This rank's rows among the largest weights (N,) of all ranks that hold `part` of their sum."""
         ordered, order = self.ranks.rows(weights.double()).sort(descending=True, stable=True)
         count = int((ordered.cumsum(0) < part * ordered.sum()).sum()) + 1
         chosen = order[: max(count, fewest)] - self.first
         return chosen[(chosen >= 0) & (chosen < len(weights))].sort().values
 
     def leading_directions(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Weights (N,) of the samples of this rank, energies (D,), descending, and directions (D, D).
+        """Weights (N,) of this rank's samples, energies (D,), descending, and directions (D, D), if any.
 
         Samples are weighted by the square of their positive relevance max(0, a·c), which is what each adds to
         J² for a single subspace. Directions are the eigenvectors of E[w aaᵀ]/E[w ‖a‖²] + the same for c.
-        None if no sample has positive relevance.
         """
         weights = (self.a * self.c).sum(1).clamp_(min=0).double().square()
         total = self.ranks.sum(weights.sum())
@@ -239,10 +235,7 @@ class Objective:
 
 
 def prepared(a: Tensor, c: Tensor, balance: float, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
-    """Pairs of this rank as the objective takes them: balanced, and normalised over all ranks (Note E).
-
-    First to a root mean square of 1, so that `balanced` meets no overflow.
-    """
+    """Pairs of this rank as the objective takes them: balanced, and normalised over all ranks (Note E)."""
     a, c = normalised(a, ranks), normalised(c, ranks)
     if not balance:
         return a, c
@@ -251,7 +244,7 @@ def prepared(a: Tensor, c: Tensor, balance: float, ranks: Ranks = ALONE) -> tupl
 
 
 def normalised(x: Tensor, ranks: Ranks = ALONE) -> Tensor:
-    """x / (D^¼ · sqrt(E_ij[x_ij²])) for the rows (N, D) of this rank and the mean over all ranks (Note E)."""
+    """x / (D^¼ · sqrt(E_ij[x_ij²])) for this rank's rows (N, D) and the mean over all ranks (Note E)."""
     largest = max(ranks.all_gather(float(x.abs().amax()) if x.numel() else 0.0))
     if not largest:
         raise ValueError("cannot normalise vectors that are all zero")

@@ -17,12 +17,8 @@ from .distributed import parallel_map
 from .objective import Curvature, Evaluation, Objective, block_columns
 from .prca import random_orthogonal
 
-#: Called with the objective after every iteration.
-Callback = Callable[[float], None]
-
-
-def silent(value: float) -> None:
-    """A callback that does nothing."""
+#: Called with the objective after every iteration; `float` does nothing.
+Callback = Callable[[float], object]
 
 
 @dataclass(frozen=True)
@@ -57,11 +53,8 @@ class Result:
         return len(self.history) - 1
 
 
-# The paper's loop ---------------------------------------------------------------------------------------
-
-
 def gradient_ascent(
-    objective: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback = silent
+    objective: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback = float
 ) -> Result:
     """The paper's loop: U ← orth(U + ∂J/∂U), with a step of 1 and orth(V) = V (VᵀV)^-½ (section 4.2).
 
@@ -96,8 +89,6 @@ def stalled(history: list[float], tol: float, window: int = 10) -> bool:
     return history[-1] - history[-1 - window] <= tol * window * abs(history[-1])
 
 
-# Quasi-Newton -------------------------------------------------------------------------------------------
-
 #: Iterations with the paper's step before the quasi-Newton ones.
 #: Chosen, with `objective.FLOOR` and the default tol, on the reference data of the tests and one VGG16 start:
 #: other data may be served better by more, and `n_init` guards against a bad basin.
@@ -120,7 +111,7 @@ def quasi_newton(
     start: Tensor,
     max_iter: int,
     tol: float,
-    callback: Callback = silent,
+    callback: Callback = float,
     warm_up: int = WARM_UP,
     memory: Memory | None = None,
     window: int = 10,
@@ -236,10 +227,8 @@ def line_search(
 
 
 def turn(basis: Tensor, lower: Tensor) -> Tensor:
-    """U·cayley(L − Lᵀ), where cayley(Ω) = (I − Ω/2)⁻¹(I + Ω/2) agrees with exp(Ω) to second order.
-
-    Since I + Ω/2 = 2I − (I − Ω/2), this is 2U(I − Ω/2)⁻¹ − U: one solution and no product.
-    """
+    """U·cayley(L − Lᵀ), where cayley(Ω) = (I − Ω/2)⁻¹(I + Ω/2) agrees with exp(Ω) to second order."""
+    # Since I + Ω/2 = 2I − (I − Ω/2), one solution and no product.
     half = (lower - lower.T) / 2
     identity = torch.eye(len(half), dtype=half.dtype, device=half.device)
     return 2 * torch.linalg.solve(identity - half, basis, left=False) - basis
@@ -259,8 +248,6 @@ def largest_angle(lower: Tensor, iterations: int = 16) -> float:
     return float(vector.norm())
 
 
-# Starts -------------------------------------------------------------------------------------------------
-
 #: A solver from one start: objective, start, max_iter, tol and callback in, result out.
 Solve = Callable[[Objective, Tensor, int, float, Callback], Result]
 #: Random starts by default.
@@ -274,7 +261,7 @@ class Budget:
     max_iter: int
     tol: float
     generator: np.random.Generator
-    callback: Callback = silent
+    callback: Callback = float
 
 
 class DeadSubspaceError(ValueError):
@@ -282,15 +269,13 @@ class DeadSubspaceError(ValueError):
 
 
 def revive(objective: Objective, start: Tensor, generator: np.random.Generator, tries: int = 20) -> Tensor:
-    """A start in which every subspace has positive relevance somewhere: others would get no gradient, ever.
-
-    A dead block is mixed with the strongest one by a random rotation of both.
-    """
+    """A start in which every subspace has positive relevance somewhere: others would get no gradient."""
     for _ in range(tries):
         means = objective.evaluate(start).block_means
         dead = (means == 0).nonzero().flatten().tolist()
         if not dead:
             return start
+        # A dead block is mixed with the strongest one by a random rotation of both.
         strongest = int(means.argmax()) if len(dead) < len(means) else (dead[0] + 1) % len(means)
         columns = torch.arange(objective.n_features)
         mixed = torch.cat([columns[objective.columns[k]] for k in {*dead, strongest}])
@@ -319,15 +304,11 @@ def random_starts(objective: Objective, n_starts: int, generator: np.random.Gene
     return [random_orthogonal(objective.n_features, generator).to(objective.a) for _ in range(n_starts)]
 
 
-def from_random_starts(
-    solve: Solve, objective: Objective, n_starts: int | None, budget: Budget
-) -> list[Result]:
+def from_random_starts(run: Solve, full: Objective, n_starts: int | None, budget: Budget) -> list[Result]:
     """One run from each random start."""
-    starts = random_starts(objective, n_starts or STARTS, budget.generator)
-    return [ascend(solve, objective, start, budget) for start in starts]
+    starts = random_starts(full, n_starts or STARTS, budget.generator)
+    return [ascend(run, full, start, budget) for start in starts]
 
-
-# Coarse to fine -----------------------------------------------------------------------------------------
 
 #: Part of the weighted energy that the leading directions hold, and of Σ_n R_n² that the samples hold.
 ENERGY, EVIDENCE = 0.85, 0.97
@@ -359,44 +340,44 @@ class Reduction:
         r = self.objective.n_features
         leading, others = self.directions[:, :r] @ basis, self.directions[:, r:]
         inside = [leading[:, here] for here in block_columns(self.objective.dims, r)]
-        if len(inside) < len(full.columns):
-            inside.append(leading[:, :0])  # only the full problem has a residual
-        room = [
-            here.stop - here.start - part.shape[1] for here, part in zip(full.columns, inside, strict=True)
-        ]
+        inside += [leading[:, :0]] * (len(full.columns) - len(inside))  # only the full problem has a residual
+        sizes = [here.stop - here.start for here in full.columns]
+        room = [size - part.shape[1] for size, part in zip(sizes, inside, strict=True)]
 
         def joined(outside: Tensor) -> Tensor:
             parts = zip(inside, outside.split(room, dim=1), strict=True)
             return torch.cat([part for pair in parts for part in pair], dim=1)
 
         some = full.of_samples(self.samples)
-        gains = some.gains(some.evaluate(joined(others)), others)
-        places = [gains[k] if k < len(gains) else 0 * gains[0] for k, n in enumerate(room) for _ in range(n)]
-        if not places:
-            return joined(others)
-        _, order = linear_sum_assignment(torch.stack(places).cpu().numpy(), maximize=True)
+        gains = torch.nn.functional.pad(some.gains(some.evaluate(joined(others)), others), (0, 0, 0, 1))
+        places = [k for k, n in enumerate(room) for _ in range(n)]
+        _, order = linear_sum_assignment(gains[places].cpu().numpy(), maximize=True)
         return joined(others[:, order])
 
 
-def reduce_problem(full: Objective) -> Reduction | None:
-    """The reduced problem, or None where it would have more than half of the directions."""
+def leading_part(
+    full: Objective, energy: float, evidence: float, fewest: int, per_direction: int
+) -> Reduction | None:
+    """The problem in at least `fewest` leading directions for the leading samples; None without relevance."""
     found = full.leading_directions()
     if found is None:
         return None
     weights, energies, directions = found
-    by_energy = int((energies.cumsum(0) < ENERGY * energies.sum()).sum()) + 1
-    n_directions = max(by_energy, FEWEST_DIRECTIONS, DIRECTIONS_PER_BLOCK * full.n_subspaces)
-    if n_directions > full.n_features // 2:
-        return None
-    samples = full.leading_samples(weights, EVIDENCE, SAMPLES_PER_DIRECTION * n_directions)
-    return reduced(full, directions, n_directions, samples)
-
-
-def reduced(full: Objective, directions: Tensor, n_directions: int, samples: Tensor) -> Reduction:
-    """The problem in the first of these directions (D, D), for these samples of this rank."""
+    by_energy = int((energies.cumsum(0) < energy * energies.sum()).sum()) + 1
+    n_directions = min(max(by_energy, fewest), full.n_features)
+    samples = full.leading_samples(weights, evidence, per_direction * n_directions)
     dims = reduced_dims(full.dims, n_directions)
-    objective = full.of_samples(samples).in_directions(directions[:, :n_directions], dims)
-    return Reduction(objective, directions, samples)
+    small = full.of_samples(samples).in_directions(directions[:, :n_directions], dims)
+    return Reduction(small, directions, samples)
+
+
+def reduce_problem(full: Objective) -> Reduction | None:
+    """The problem for coarse starts, or None where it would have more than half of the directions."""
+    fewest = max(FEWEST_DIRECTIONS, DIRECTIONS_PER_BLOCK * full.n_subspaces)
+    if fewest > full.n_features // 2:
+        return None
+    found = leading_part(full, ENERGY, EVIDENCE, fewest, SAMPLES_PER_DIRECTION)
+    return None if found is None or found.objective.n_features > full.n_features // 2 else found
 
 
 def reduced_dims(dims: Sequence[int], n_directions: int) -> tuple[int, ...]:
@@ -421,12 +402,9 @@ def roughly(objective: Objective, start: Tensor, max_iter: int, tol: float, call
 def coarse_to_fine(
     full: Objective, n_starts: int | None, budget: Budget
 ) -> tuple[list[Result], list[Result]]:
-    """Starts in the reduced problem, of which one of the best is finished; without it, each in full.
+    """Runs in full, and runs in the reduced problem, one of the best of which was finished in full.
 
-    Returns
-    -------
-    tuple of two lists of Result
-        Runs in full, and runs in the reduced problem, if there is one.
+    Without a reduced problem each start is run in full.
     """
     # Not side by side with samples on several ranks, which would have to take the same turns, nor on a GPU.
     beside = full.ranks.size == 1 and full.a.device.type == "cpu"
@@ -458,7 +436,7 @@ def coarse_to_fine(
 
 
 def finish(
-    memory: Memory, full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback = silent
+    memory: Memory, full: Objective, start: Tensor, max_iter: int, tol: float, callback: Callback = float
 ) -> Result:
     """Maximise the objective from where a climb ended; what is returned is never below that."""
     _, basis = climb(full, start, memory, LEVELS[1:], tol, callback)
@@ -471,7 +449,7 @@ def climb(
     memory: Memory,
     levels: Sequence[tuple[float, float]],
     tol: float,
-    callback: Callback = silent,
+    callback: Callback = float,
 ) -> tuple[float, Tensor]:
     """J and the basis after levels with more and more samples, of which each hands its memory to the next."""
     at = full.evaluate(basis)

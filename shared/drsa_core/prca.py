@@ -1,8 +1,4 @@
-"""PRCA and the baselines beside it: PCA, Max-Rel, random subspaces; and what all solvers share.
-
-The conventions are those of scikit-learn, which is not needed: constructors store parameters unchanged, `fit`
-checks them, fitted attributes end in an underscore.
-"""
+"""PRCA, PCA, Max-Rel and random subspaces; and what all solvers share, by scikit-learn's conventions."""
 
 from __future__ import annotations
 
@@ -180,9 +176,7 @@ class PRCA(Estimator):
 
     Notes
     -----
-    One pass over the data and O(D²) memory beside it: a stream given to `partial_fit` piece by piece yields
-    what one `fit` on all of it yields. Sums and eigenproblem are in float64, the basis in the dtype of the
-    data.
+    A stream given to `partial_fit` piece by piece yields what one `fit` on all of it yields.
 
     Examples
     --------
@@ -205,10 +199,7 @@ class PRCA(Estimator):
         self.n_components = n_components
 
     def fit(self, a: Activations, c: ArrayLike | None = None) -> Self:
-        """Fit from activations and contexts of shape (N, D), or from `Pairs` or `PairShards` alone.
-
-        Shards are read once, chunk by chunk; ranks add up Σ, in one sum of D² numbers.
-        """
+        """Fit from activations and contexts of shape (N, D), or from `Pairs` or `PairShards` alone."""
         if not isinstance(a, PairShards):
             samples = self._samples(a, c)
             total, dtype, n_samples = _cross_sum(samples.a, samples.c), samples.a.dtype, len(samples.a)

@@ -38,18 +38,9 @@ ConceptRelevance = Callable[[Tensor, int], Tensor]
 def mean_relevance(
     concept_relevance: ConceptRelevance, loader: Iterable[Any], target: int, progress: bool = True
 ) -> Tensor:
-    """E[R_k] over images of the class, shape (K,): what `RefinedModel` takes for the usual relevance.
+    """E[R_k] over images of the class `target`, shape (K,): the usual relevance for `RefinedModel`.
 
-    Parameters
-    ----------
-    concept_relevance : callable
-        As in `RefinedModel`.
-    loader : iterable
-        Batches: input tensors, or tuples or lists that start with one.
-    target : int
-        The class.
-    progress : bool
-        Show a progress bar.
+    `loader` gives batches: input tensors, or tuples or lists that start with one.
     """
     batches = []
     for batch in tqdm(loader, desc="mean relevance", unit="batch", disable=not progress):
@@ -115,7 +106,7 @@ class RefinedModel(DropIn):
     target : int
         The output from which evidence is taken away.
     concepts : sequence of int
-        CH: the numbers of the concepts that are Clever Hans strategies.
+        CH: the numbers of the concepts to take away.
     mean_relevance : tensor, shape (K,), or None
         E[R_k] over training images of the class, from `mean_relevance`. None subtracts all of R_k, also what
         the concept rightly has to say, and adds the evidence against it.
@@ -224,8 +215,8 @@ class ProjectedModel(DropIn):
 
     Notes
     -----
-    The model runs without canonizers. Zennit's merge a batch norm into the linear layer before it, so that
-    LRP sees another activation there than the model has: concepts of such a layer are refused.
+    Zennit's canonizers merge a batch norm into the linear layer before it, so that LRP sees another
+    activation there than the model has: concepts of such a layer are refused.
 
     Examples
     --------
@@ -288,11 +279,8 @@ class ProjectedModel(DropIn):
 
     @full_precision()
     def scores(self, a: Tensor) -> Tensor:
-        """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …).
-
-        In float32 for half precision, where contexts of 1e-8 are zero.
-        """
-        a = a.float() if a.dtype in HALF else a
+        """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …)."""
+        a = a.float() if a.dtype in HALF else a  # where contexts of 1e-8 are zero
         return a.movedim(self.channel_dim, -1) @ self.directions.to(a).T
 
     def set_back(self, a: Tensor) -> Tensor:

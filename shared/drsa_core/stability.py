@@ -22,15 +22,15 @@ from tqdm.auto import tqdm
 from .checks import Seed, as_float, as_int, as_seed, full_precision
 from .drsa import DRSA
 from .objective import Objective, prepared
-from .optimizers import COARSE_TOL, Budget, from_random_starts, reduced, roughly
+from .optimizers import COARSE_TOL, Budget, from_random_starts, leading_part, roughly
 from .pairs import Pairs
 from .prca import block_sizes
 from .subspaces import Subspaces
 
 #: From which index on a concept is stable.
 THRESHOLD = 0.75
-#: How far the objective must exceed that of shuffled contexts, as a part of the latter. Shuffles of 30 images
-#: differ by some 5 % (standard deviation).
+#: How far the objective on images left out must exceed that of shuffled contexts, as a part of the latter.
+#: Shuffles of 30 images differ by some 5 % (standard deviation).
 MARGIN = 0.15
 #: Correlation of the relevance of two concepts above which they are parts of one.
 OVERLAP = 0.0
@@ -46,16 +46,10 @@ ENERGY, EVIDENCE = 0.95, 0.95
 STARTS, MAX_ITER = 3, 300
 
 
-# Two fits -----------------------------------------------------------------------------------------------
-
-
 def correlations(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson correlation over pairs of the positive relevance of all concepts of two fits, shape (K, L).
+    """Pearson correlation of the positive relevance of concepts over N pairs, (K, L), from (N, K) and (N, L).
 
-    Parameters
-    ----------
-    first, second : tensor, shapes (N, K) and (N, L)
-        R_k and R_l at the same N pairs. A concept that is the same everywhere has the correlation 0.
+    A concept that is the same everywhere has the correlation 0.
     """
 
     def standardised(relevance: Tensor) -> Tensor:
@@ -70,13 +64,9 @@ def correlations(first: Tensor, second: Tensor) -> Tensor:
 
 
 def match(first: Tensor, second: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """For each concept of the first fit its partner in the second, one to one, and their correlation.
+    """For each concept of the first fit (N, K) its partner in the second, one to one, and their correlation.
 
-    The sum of the correlations is the largest that there is. Both fits have the same number of concepts.
-
-    Returns
-    -------
-    tuple of K int, tensor of float64, shape (K,)
+    The sum of the correlations is the largest that there is.
     """
     similarity = correlations(first, second).cpu()
     rows, columns = linear_sum_assignment(similarity.numpy(), maximize=True)
@@ -96,27 +86,18 @@ def centrotype(relevances: Sequence[Tensor]) -> tuple[int, Tensor]:
     return best, agreement[best]
 
 
-# Other images -------------------------------------------------------------------------------------------
-
-
 def bootstrap(image: Tensor, generator: np.random.Generator) -> Tensor:
-    """How many times each row occurs, (N,), if as many images as there are get drawn with replacement.
-
-    Of two images or more, at least one is left out: the rare draw of all of them is made again.
-    """
+    """How many times each row occurs, (N,), if as many images as there are get drawn with replacement."""
     numbers, index = torch.unique(image, return_inverse=True)
     n = len(numbers)
     counts = np.bincount(generator.integers(n, size=n), minlength=n)
-    while n > 1 and counts.all():
+    while n > 1 and counts.all():  # at least one image is left out
         counts = np.bincount(generator.integers(n, size=n), minlength=n)
     return torch.from_numpy(counts).to(index.device)[index]
 
 
 def with_shuffled_contexts(pairs: Pairs, generator: np.random.Generator) -> Pairs:
-    """Pairs in which all contexts of an image are those of one other image.
-
-    Activations and contexts are the same, each for itself, but what they have to do with each other is lost.
-    """
+    """Pairs in which all contexts of an image are those of one other image."""
     rows = [(pairs.image == number).nonzero().flatten() for number in torch.unique(pairs.image)]
     order = generator.permutation(len(rows)).tolist()
     source = torch.empty(len(pairs), dtype=torch.long)
@@ -142,28 +123,22 @@ class Run(NamedTuple):
 class Repeated:
     """Fits of K subspaces in the leading directions of the pairs, for the pairs that matter.
 
-    Few pairs and directions hold nearly all of the objective. They are found once, and every fit is small.
-    Other than in the coarse starts of `DRSA`, nothing is kept for safety: a direction that holds no relevance
-    is given to this or that block by chance, and fits would differ in it for no reason.
+    Other than in the coarse starts of `DRSA`, nothing is kept for safety: a direction without relevance is
+    given to this or that block by chance, and fits would differ in it for no reason.
     """
 
     def __init__(self, pairs: Pairs, n_subspaces: int, solver: DRSA) -> None:
         self.n_starts = STARTS if solver.n_init is None else as_int(solver.n_init, "n_init", 1)
         q, balance = as_float(solver.q, "q"), as_float(solver.balance, "balance", 0, 1)
         dims = block_sizes(pairs.a.shape[1], n_subspaces, None)
-        self.full = full = Objective(*prepared(pairs.a, pairs.c, balance), dims, q)
-        found = full.leading_directions()
-        if found is None:
+        self.full = Objective(*prepared(pairs.a, pairs.c, balance), dims, q)
+        reduction = leading_part(self.full, ENERGY, EVIDENCE, n_subspaces, 1)
+        if reduction is None:
             raise NoRelevanceError(
                 "no pair has positive relevance a·c: nothing counts for the target. Check the target and the "
                 "sign of the contexts"
             )
-        weights, energies, directions = found
-        by_energy = int((energies.cumsum(0) < ENERGY * energies.sum()).sum()) + 1
-        n_directions = min(max(by_energy, n_subspaces), full.n_features)
-        samples = full.leading_samples(weights, EVIDENCE, min(len(pairs), n_directions))
-        self.reduction = reduced(full, directions, n_directions, samples)
-        self.image = pairs.image[samples.cpu()]
+        self.reduction, self.image = reduction, pairs.image[reduction.samples.cpu()]
 
     def fit(self, resampled: bool, generator: np.random.Generator) -> Run:
         """One fit, the best of new random starts; on a bootstrap over images if `resampled`."""
@@ -179,20 +154,14 @@ class Repeated:
 
 
 def repeated_rows(problem: Objective, times: Tensor) -> Objective:
-    """The objective if each sample occurred so many times, (N,).
-
-    A sample counts by R², so that its vectors are scaled by the fourth root.
-    """
+    """The objective if each sample occurred so many times, (N,)."""
     times = times.to(problem.a)
     rows = times.nonzero().flatten()
-    scale = times[rows, None] ** 0.25
+    scale = times[rows, None] ** 0.25  # a sample counts by R²
     # All samples of the full problem count, those that were left out as zero.
     n_total = round(problem.n_total * float(times.sum()) / problem.n_samples)
     a, c = problem.a[rows] * scale, problem.c[rows] * scale
     return Objective(a, c, problem.dims, problem.q, n_total=n_total)
-
-
-# Stability ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,21 +174,17 @@ class Stability:
         The centrotype: the run that agrees best with all others, finished on all pairs. Its metadata hold
         `index` and `threshold` under "stability".
     index : tensor, shape (K,)
-        Stability of each concept: the correlation of its relevance with that of its partner in another run,
-        mean over runs. 1: it always comes back.
+        Correlation of each concept's relevance with that of its partner in another run, mean over runs. 1:
+        it always comes back.
     null : tensor, shape (n_shuffles, K)
-        The same indices where the contexts are those of other images, ascending. They are far from 0:
-        activations and contexts have a structure of their own.
+        The same where the contexts are those of other images, ascending. They are far from 0.
     threshold : float
         From which index on a concept is stable.
-    margin : float
-        How far the objective must exceed that of shuffled contexts, as a part of the latter.
     agreement : tensor, shape (n_runs − 1, K)
         What `index` is the mean of: a row for each other run.
     objective, held_out_objective, null_objective : float
         J on the images of a fit, on those that its bootstrap left out, and there for the best shuffle of
-        contexts; means over runs. NaN if none could be left out, as one image holds nearly all evidence:
-        then no concept counts as stable.
+        contexts; means over runs. NaN if one image holds nearly all evidence and cannot be left out.
     relevance : tensor, shape (N, K)
         Positive R_k of the concepts at all pairs, scaled as the solver sees them.
     seconds : float
@@ -230,7 +195,6 @@ class Stability:
     index: Tensor
     null: Tensor
     threshold: float
-    margin: float
     agreement: Tensor
     objective: float
     held_out_objective: float
@@ -252,10 +216,9 @@ class Stability:
     def beats_chance(self) -> bool:
         """Whether activations meet more relevance in their own contexts than in those of other images.
 
-        Shuffled data may have stable directions as well: activations and contexts each have theirs. Both
-        objectives are of images left out: on its own images a fit is good whatever their contexts.
+        Both objectives are of images left out: on its own images a fit is good whatever their contexts.
         """
-        return 0 < self.held_out_objective >= (1 + self.margin) * self.null_objective
+        return 0 < self.held_out_objective >= (1 + MARGIN) * self.null_objective
 
     @property
     def all_stable(self) -> bool:
@@ -266,8 +229,7 @@ class Stability:
     def overlap(self) -> float:
         """Largest correlation of the relevance of two concepts; −1 for a single one.
 
-        Different concepts exclude each other: where one is, another is less likely, and the correlation is
-        negative. If it is positive, two of them are at the same places and are parts of one concept.
+        Concepts exclude each other. If it is positive, two are at the same places and are parts of one.
         """
         return float(correlations(self.relevance, self.relevance).fill_diagonal_(-1).max())
 
@@ -282,18 +244,11 @@ class Stability:
         verdict = "" if self.beats_chance else ": NO BETTER THAN CHANCE"
         if self.held_out_objective != self.held_out_objective:  # NaN: there are no images to leave out
             verdict = ": NOT KNOWN, AS ONE IMAGE HOLDS NEARLY ALL EVIDENCE"
-        return "\n".join(
-            [
-                f"{self.n_subspaces} concepts over {len(self.agreement) + 1} fits; 1 always comes back, "
-                f"stable from {self.threshold:.2f} on",
-                *(
-                    f"{name:{width}}  {index:.3f}  {'' if ok else 'NOT '}stable"
-                    for name, index, ok in entries
-                ),
-                f"objective on images left out {self.held_out_objective:.2f}, with shuffled contexts "
-                f"{self.null_objective:.2f}{verdict}",
-            ]
-        )
+        head = f"{self.n_subspaces} concepts over {len(self.agreement) + 1} fits; 1 always comes back"
+        rows = [f"{name:{width}}  {index:.3f}  {'' if ok else 'NOT '}stable" for name, index, ok in entries]
+        held_out = f"{self.held_out_objective:.2f}, with shuffled contexts {self.null_objective:.2f}{verdict}"
+        tail = f"objective on images left out {held_out}"
+        return "\n".join([f"{head}, stable from {self.threshold:.2f} on", *rows, tail])
 
 
 @full_precision()
@@ -303,10 +258,8 @@ def stability(
     *,
     solver: DRSA | None = None,
     n_bootstraps: int = 5,
-    n_starts: int = 1,
     n_shuffles: int = 2,
     threshold: float = THRESHOLD,
-    margin: float = MARGIN,
     random_state: Seed = 0,
     progress: bool | None = None,
 ) -> Stability:
@@ -320,15 +273,12 @@ def stability(
         Number K of concepts.
     solver : DRSA, optional
         Its `q`, `balance` and `n_init` are used; its number of subspaces is not. Default `DRSA()`.
-    n_bootstraps, n_starts : int
-        Fits on bootstraps over images, and fits on all images. Each has its own random starts.
+    n_bootstraps : int
+        Fits on bootstraps over images, beside one fit on all images. Each has its own random starts.
     n_shuffles : int
         How many times contexts are shuffled over images, for the null. Each has up to two fits.
     threshold : float
         From which index on a concept is stable, up to 1.
-    margin : float
-        How far the objective on images left out must exceed that of shuffled contexts, as a part of the
-        latter: otherwise no concept is stable.
     random_state : int, optional
         Seed of everything. The same seed gives the same result; None draws a new one.
     progress : bool, optional
@@ -348,17 +298,14 @@ def stability(
     """
     begin = time.perf_counter()
     n_subspaces, n_shuffles = as_int(n_subspaces, "n_subspaces", 1), as_int(n_shuffles, "n_shuffles", 1)
-    n_bootstraps, n_starts = as_int(n_bootstraps, "n_bootstraps", 1), as_int(n_starts, "n_starts", 0)
-    threshold, margin = as_float(threshold, "threshold", 0, 1), as_float(margin, "margin", 0)
-    if n_bootstraps + n_starts < 2:
-        raise ValueError("stability compares fits: n_bootstraps + n_starts must be at least 2")
+    n_bootstraps, threshold = as_int(n_bootstraps, "n_bootstraps", 1), as_float(threshold, "threshold", 0, 1)
     _check_images(pairs)
     solver = DRSA() if solver is None else solver
     if not isinstance(solver, DRSA) or solver._ignores_contexts:
         raise TypeError(f"solver must be a DRSA, whose parameters are used, got {type(solver).__name__}")
     repeated, seed = Repeated(pairs, n_subspaces, solver), as_seed(random_state)
     generator = np.random.default_rng(seed)
-    resampled = [True] * n_bootstraps + [False] * n_starts
+    resampled = [True] * n_bootstraps + [False]
     hidden = None if progress is None else not progress
     total = len(resampled) + n_shuffles * len(resampled[:NULL_FITS])
     with tqdm(total=total, desc=f"stability, K = {n_subspaces}", disable=hidden, leave=False) as bar:
@@ -396,7 +343,6 @@ def stability(
         index=index,
         null=torch.stack(of_null),
         threshold=threshold,
-        margin=margin,
         agreement=agreement,
         objective=_mean_of_finite([run.objective for run in runs]),
         held_out_objective=_mean_of_finite([run.held_out for run in runs]),
@@ -420,12 +366,9 @@ def _check_images(pairs: Pairs) -> None:
         )
 
 
-def _mean_of_finite(values: Sequence[float]) -> float:
+def _mean_of_finite(values: Iterable[float]) -> float:
     finite = [value for value in values if value == value]
     return sum(finite) / len(finite) if finite else float("nan")
-
-
-# The number of concepts ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
