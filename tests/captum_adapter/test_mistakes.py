@@ -59,7 +59,7 @@ def test_methods_that_cannot_be_wrapped() -> None:
 
 def test_layers_that_do_not_belong() -> None:
     model = conv_net()
-
+    with pytest.raises(ValueError, match="not a module of this ConvNet"):
         split(InputXGradient(model), conv_net().features[4])
     with pytest.raises(ValueError, match="did you mean"):
         split(InputXGradient(model), "feature.4")
