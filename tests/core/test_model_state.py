@@ -103,8 +103,8 @@ def test_on_the_way_in_and_out():
         flags_changed(model)
         raise RuntimeError("on the way")
 
-    for enter, leave in ((fails, None), (None, fails)):
-        with pytest.raises(RuntimeError, match="on the way"), restored(model, enter, leave):
+    for first, last in ((fails, None), (None, fails)):
+        with pytest.raises(RuntimeError, match="on the way"), restored(model, first, last):
             parameters_exchanged(model)
         assert model_state(model) == before
 
@@ -152,6 +152,7 @@ def test_what_the_model_itself_writes_stays(adapter):
     assert model.n_rows >= 2
     run.explain(x + 1, 1)
     assert model.n_passes > n_passes
+    assert model.last is not None
     assert torch.equal(model.last, x + 1)
     assert torch.equal(model.cache["input"], x + 1)
     assert model_state(model.body) == body
