@@ -81,10 +81,10 @@ def take_hooks_off(module: nn.Module) -> None:
                 del functions[key]
 
 
-def holds_relevance(model: nn.Module, slot: str | None = None) -> bool:
-    """Whether the gradient slot holds relevance (LRP composites) rather than gradients."""
-    if slot is not None:
-        return slot == "relevance"
+def holds_relevance(model: nn.Module, signal: str | None = None) -> bool:
+    """Whether relevance flows backwards (LRP composites) rather than gradients."""
+    if signal is not None:
+        return signal == "relevance"
     return any(hook.active and not isinstance(hook, GRADIENT_RULES) for _, hook in hooks_by_module(model))
 
 
@@ -93,10 +93,10 @@ def has_cover(hook: Hook) -> bool:
     return replaces_gradient(hook) or getattr(type(hook), "covers_module", False) is True
 
 
-def describe_method(model: nn.Module, slot: str | None, how: str = "GradientContext()") -> str:
+def describe_method(model: nn.Module, signal: str | None, how: str = "GradientContext()") -> str:
     """How contexts are found under the rules that are registered now, for a `Provenance`."""
     rules = describe_rules(model)
-    if holds_relevance(model, slot):
+    if holds_relevance(model, signal):
         return f"LRP({rules})"
     return f"{how} under {rules}" if rules else how
 

@@ -496,7 +496,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         if input.ndim == 0 or not len(input):
             raise ValueError(f"input must hold at least one example, got shape {tuple(input.shape)}")
         if not self.validated:
-            validate(self.model, self.composite, self.layer_name, input, registered=True, slot=self.signal)
+            validate(self.model, self.composite, self.layer_name, input, registered=True, signal=self.signal)
             self.validated = True
         return input.detach().clone()
 

@@ -162,7 +162,7 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
                 for one in filters:
                     one._check_use(module)
                     if module not in one._validated and args and isinstance(args[0], Tensor):
-                        validate(module, None, one._name, args[0], registered=True, slot=one.signal)
+                        validate(module, None, one._name, args[0], registered=True, signal=one.signal)
                         one._validated.add(module)
             except BaseException:
                 for one in filters:

@@ -38,7 +38,7 @@ def validate(
     example: Tensor,
     *,
     registered: bool = False,
-    slot: str | None = None,
+    signal: str | None = None,
 ) -> None:
     """Refuse a model on which these rules would give wrong maps without an error.
 
@@ -55,8 +55,8 @@ def validate(
         An input; one example of it is run, or all if the output depends on the batch.
     registered : bool
         Whether the composite is on the model already. It is there afterwards, too.
-    slot : {"relevance", "gradient"}, optional
-        What the gradient slot holds, if the user has said so; the rules are then taken as they are.
+    signal : {"relevance", "gradient"}, optional
+        What flows backwards, if the user has said so; the rules are then taken as they are.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def validate(
             return model(example.clone().requires_grad_(build_graph).clone())
 
     def under_rules() -> Any:
-        if slot is None:
+        if signal is None:
             _check_cover(model, layer_name)
             _check_carriers(model, composite)
         with Checks(model).watching():

@@ -425,8 +425,8 @@ class Split:
                     pass
             explained = request.scores(self.output).sum() if start is None else self.output
             sources = (self._cut.above,) if create_graph else (self._cut.above, *self._inputs)
-            slot = None if start is None else start(self.output)
-            arriving, *around = _gradients(explained, sources, slot, create_graph, retain_graph=True)
+            cotangent = None if start is None else start(self.output)
+            arriving, *around = _gradients(explained, sources, cotangent, create_graph, retain_graph=True)
         if arriving is None:
             raise ValueError(
                 f"no gradient flows from the explained score to layer {self._name!r}: the score does not "

@@ -18,7 +18,7 @@ from zennit.rules import Epsilon, Gamma
 
 from tests.model_state import model_state
 from tests.timm_models.zoo import HIGH, LOW, MEAN, STD, nfnet
-from tests.zennit_adapter.models import randomise_batch_norm, subspaces
+from tests.toys import randomise_batch_norm, subspaces
 from zennit_drsa import (
     ConvNetGamma,
     DisentangledAttributor,

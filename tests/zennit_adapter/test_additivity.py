@@ -9,7 +9,7 @@ from zennit.composites import COMPOSITES
 from zennit.core import Composite
 from zennit.torchvision import ResNetCanonizer, VGGCanonizer
 
-from tests.zennit_adapter.models import subspaces, torchvision_model
+from tests.toys import subspaces, torchvision_model
 from zennit_drsa import DisentangledAttributor
 
 # Layer and its number of features.

@@ -15,7 +15,7 @@ from zennit.composites import EpsilonPlus
 from zennit.core import Composite
 
 from tests.model_state import model_state
-from tests.zennit_adapter.models import randomise_batch_norm, subspaces
+from tests.toys import randomise_batch_norm, subspaces
 from zennit_drsa import DisentangledAttributor, DisentangledComposite, collect, doctor
 
 LAYER, N_FEATURES = "features.transition1", 128

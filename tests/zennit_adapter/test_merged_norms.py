@@ -14,7 +14,7 @@ from zennit.composites import EpsilonPlus
 from zennit.torchvision import ResNetCanonizer
 
 from tests.model_state import model_state
-from tests.zennit_adapter.models import randomise_batch_norm
+from tests.toys import randomise_batch_norm
 from zennit_drsa import ConvNetGamma, DisentangledAttributor, TorchvisionCanonizer, VGGGamma, doctor
 from zennit_drsa.doctor import validate
 

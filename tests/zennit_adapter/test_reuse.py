@@ -16,7 +16,7 @@ from zennit.rules import Pass, ReLUBetaSmooth
 from zennit.torchvision import ResNetCanonizer
 
 from tests.model_state import model_state
-from tests.zennit_adapter.models import subspaces
+from tests.toys import subspaces
 from zennit_drsa import ConvNetGamma, DisentangledAttributor, DisentangledComposite, SubspaceFilter, doctor
 from zennit_drsa.rules import PositiveGamma, ZeroRule
 

@@ -15,7 +15,7 @@ from zennit.core import Hook
 from zennit.rules import Epsilon, Gamma, Pass, ZBox
 
 from tests.model_state import model_state
-from tests.zennit_adapter.models import subspaces, torchvision_model
+from tests.toys import subspaces, torchvision_model
 from zennit_drsa import DisentangledAttributor, VGGGamma
 from zennit_drsa.rules import BoundedInput, PixelBox, PositiveGamma, ZeroRule
 
