@@ -136,11 +136,6 @@ def _is_working_state(attribute: str) -> bool:
 # ---------------------------------------------------------------------- what a hook keeps
 
 
-def is_active(hook: Hook) -> bool:
-    """Whether a hook modifies gradients at the moment; `Composite.inactive` switches it off."""
-    return bool(hook.active)
-
-
 def keep(hook: Hook, **tensors: Any) -> None:
     """Store tensors in a hook; Zennit lets go of them when the hook is removed."""
     hook.stored_tensors.update(tensors)

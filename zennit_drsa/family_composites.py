@@ -46,19 +46,10 @@ GAMMA = 0.05
 
 
 class _GammaComposite(Composite):  # type: ignore[misc]
-    """γ by the name of a module and above the concept layer; subclasses say which rule a module has.
+    """γ by the name of a module, and another one above the concept layer; subclasses say which rule is where.
 
-    Parameters
-    ----------
-    gamma : float or mapping of str to float
-        γ ≥ 0: one for the whole model, or by the name of a module, for it and all inside it; the longest
-        name counts, and "" is the whole model.
-    layer : str or module, optional
-        The concept layer.
-    gamma_above : float, optional
-        γ of modules that the model defines behind `layer`. With a large γ there, the context c is close to a
-        multiple of a: evidence against the class is hidden, and DRSA finds what PCA-like methods find.
-    canonizers : sequence of Canonizer
+    With a large γ above, the context c is close to a multiple of a: evidence against the class is hidden, and
+    DRSA finds what PCA-like methods find.
     """
 
     def __init__(
@@ -74,9 +65,7 @@ class _GammaComposite(Composite):  # type: ignore[misc]
         if "" not in self._gammas:
             raise ValueError(f'gamma must have an entry for the whole model, "", got {self._gammas}')
         if layer is None and gamma_above is not None:
-            raise ValueError(
-                f"gamma_above={gamma_above} needs the concept layer, above which it holds: pass layer="
-            )
+            raise ValueError(f"gamma_above={gamma_above} needs the concept layer: pass layer=")
         self._layer = layer
         self._gamma_above = 0.0 if gamma_above is None else checked_number("gamma_above", gamma_above)
         super().__init__(self._mapping, list(canonizers))
@@ -181,19 +170,12 @@ class VGGGamma(_GammaComposite):
     ----------
     gammas : sequence of float
         γ of each convolutional block; further blocks have the last one. Dense layers have γ = 0.
-    mean, std : one number per input channel, optional
-        Normalisation of the input, which gives the bounds (0 − mean)/std and (1 − mean)/std of z^B. Default:
-        ImageNet's.
     stabilizer : float
         Added to denominators with their sign. Zennit's usual 1e-6 is visible in maps of small relevance.
     canonizers : sequence of Canonizer, optional
         Applied after that which merges batch norm.
-    low, high : tensor or float, optional
-        The bounds of z^B themselves, broadcastable to the input, instead of `mean` and `std`.
-    layer : str or module, optional
-        The concept layer. Convolutions above it have `gamma_above`, whatever their block.
-    gamma_above : float, optional
-        γ above `layer`. Default: 0, which is what `gammas` has above Conv4_3, the paper's concept layer.
+    mean, std, low, high, layer, gamma_above
+        As in `ConvNetGamma`. By default the bounds are those of ImageNet's normalisation.
     """
 
     def __init__(
@@ -346,17 +328,10 @@ class NFNetGamma(_GammaComposite):
 
     Parameters
     ----------
-    low, high : tensor or float
-        Smallest and largest value of each input, broadcastable to the input, for instance
-        (0 − mean) / std and (1 − mean) / std of shape (1, 3, 1, 1).
     gamma : float
         γ ≥ 0; the paper uses 0.1.
-    mean, std : one number per input channel
-        Normalisation of the input, instead of `low` and `high`; one of the two pairs is needed.
-    layer : str or module, optional
-        The concept layer. Linear layers above it have `gamma_above`.
-    gamma_above : float, optional
-        γ above `layer`. Default: 0.
+    mean, std, low, high, layer, gamma_above
+        As in `ConvNetGamma`; bounds of the input are needed.
     threshold : float
         Denominators of at most this size drop out.
     bias : {"neuron", "authors"}
@@ -435,15 +410,8 @@ class TransformerGamma(_GammaComposite):
         little more than a gradient.
     attention : {"constant", "attnlrp"}
         How relevance crosses attention, as in `TransformerCanonizer`.
-    mean, std : one number per input channel, optional
-        Normalisation of the input, which gives the bounds (0 − mean)/std and (1 − mean)/std of z^B.
-    low, high : tensor or float, optional
-        The bounds of z^B themselves, broadcastable to the input. Without bounds the patch embedding is a
-        linear layer like the others.
-    layer : str or module, optional
-        The concept layer. Linear layers above it, those that the model defines behind it, have `gamma_above`.
-    gamma_above : float, optional
-        γ above `layer`. Default: 0.
+    mean, std, low, high, layer, gamma_above
+        As in `ConvNetGamma`. Without bounds the patch embedding is a linear layer like the others.
     canonizers : sequence of Canonizer, optional
         Applied after `TransformerCanonizer`, which is always there.
 

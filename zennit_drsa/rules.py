@@ -21,7 +21,6 @@ from typing import Any, Self, TypeAlias
 import torch
 from drsa_core.checks import warn_user
 from drsa_core.lrp import (
-    DropSmall,
     OverDenominator,
     OverGammaDenominator,
     TimesInput,
@@ -31,7 +30,7 @@ from drsa_core.lrp import (
 from torch import Tensor, nn
 from zennit.core import Hook
 
-from ._zennit import is_active, keep, kept, register_positional, stabilized
+from ._zennit import keep, kept, register_positional, stabilized
 
 Bound: TypeAlias = Tensor | float
 
@@ -155,7 +154,7 @@ class ZeroRule(_Rule):
 
         def divide(relevance: tuple[Tensor]) -> tuple[Tensor] | None:
             hook = hook_ref()
-            if hook is None or not is_active(hook):
+            if hook is None or not hook.active:
                 return None
             z = kept(hook, "z")
             return (relevance[0] / (z if relevance[0].requires_grad else z.detach()),)
@@ -256,12 +255,12 @@ class GeneralizedGamma(ForwardRule):
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where gradients turn into relevance."""
         (a,) = input
-        return TimesInput.apply(a, a.detach()) if a.requires_grad and is_active(self) else None
+        return TimesInput.apply(a, a.detach()) if a.requires_grad and self.active else None
 
     def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         """Replace the output by one of the same value whose backward pass follows the rule."""
         (a,) = input
-        if not (a.requires_grad and is_active(self)):
+        if not (a.requires_grad and self.active):
             return None
         z = output
         if not self.gamma:
@@ -316,7 +315,7 @@ class BoundedInput(ForwardRule):
     def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         """Replace the output by one of the same value whose backward pass follows the rule."""
         (x,) = input
-        if not (x.requires_grad and is_active(self)):
+        if not (x.requires_grad and self.active):
             return None
         box = _checked_box(self.low, self.high, x)
         denominator = _box_denominator(module, [TimesInput.apply(x, value) for value in (x.detach(), *box)])
@@ -338,7 +337,10 @@ class PassLarge(ForwardRule):
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
         """Mark where relevance is dropped."""
         (z,) = input
-        return DropSmall.apply(z, self.threshold) if z.requires_grad and is_active(self) else None
+        value = z.detach()
+        return (
+            torch.where(value.abs() > self.threshold, z, value) if z.requires_grad and self.active else None
+        )
 
 
 def _box_denominator(module: nn.Module, inputs: list[Tensor]) -> Tensor:

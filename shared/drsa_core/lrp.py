@@ -199,21 +199,6 @@ class LinearNorm(torch.autograd.Function):
         return (x * gradient).to(x.dtype), None, None, None, None, None
 
 
-class DropSmall(torch.autograd.Function):
-    """Identity forwards; backwards, relevance is dropped where |z| ≤ `threshold` (end of Note K)."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: float) -> Tensor:
-        ctx.save_for_backward(z.abs() > threshold)
-        return z.view_as(z)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *relevance: Tensor) -> tuple[Tensor | None, ...]:
-        (keep,) = ctx.saved_tensors
-        return relevance[0] * keep, None
-
-
 def at_least_single(x: Tensor) -> Tensor:
     """The tensor in float32 if it is in half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -10,9 +10,8 @@ from tests.model_state import model_state
 
 from .zoo import explain, image, normed, timm, without_biases
 
-from zennit.canonizers import SequentialMergeBatchNorm  # isort: skip
 from zennit.attribution import Gradient  # isort: skip
-from zennit.composites import BetaSmooth, EpsilonGammaBox, EpsilonPlus, GuidedBackprop  # isort: skip
+from zennit.composites import BetaSmooth, GuidedBackprop  # isort: skip
 from zennit.composites import LayerMapComposite, layer_map_base  # isort: skip
 from zennit.core import Composite  # isort: skip
 from zennit.layer import Sum  # isort: skip
@@ -124,25 +123,6 @@ def test_layer_norm_is_linear_with_its_deviation_held_constant():
         assert torch.allclose(relevance, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_efficientnet_lite_with_an_epsilon_gamma_composite_in_float32():
-    model, x = without_biases(normed("tf_efficientnet_lite0")), image(64)
-    low, high = torch.full_like(x, -2.2), torch.full_like(x, 2.7)
-    composite = EpsilonGammaBox(low, high, canonizers=[TimmCanonizer()])
-    logits, relevance = explain(model, composite, x)
-    assert float(relevance.sum()) == pytest.approx(float(logits[0, 3]), rel=1e-4)
-
-
-def test_what_zennit_leaves_undone():
-    model = normed("tf_efficientnet_lite0")
-    assert SequentialMergeBatchNorm().apply(model) == []
-    # All of them, and one sum for each of the nine blocks with a skip.
-    with EpsilonPlus(canonizers=[TimmCanonizer()]).context(model):
-        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-        assert len(norms) == 49
-        assert all(type(vars(norm)["forward"]).__name__ == "MergedNorm" for norm in norms)
-        assert sum(isinstance(m, Sum) for m in model.modules()) == 9
-
-
 def test_densenet_norms_without_a_convolution_before_them_become_explicit():
     model = normed("densenet121", **MODELS["densenet121"])
     first = model.get_submodule("features.denseblock1.denselayer1.norm1")
@@ -196,20 +176,6 @@ def test_an_unknown_attention_layer_is_named():
     model = timm.create_model("resnet18", block_args={"attn_layer": "gc"}).eval()
     with pytest.raises(ValueError, match=r"layer1\.0\.se is a GlobalContext.*SEModule"):
         TimmCanonizer().apply(model)
-
-
-def test_batch_statistics_cannot_be_merged():
-    model = timm.create_model("resnet18").train()
-    before = model_state(model)
-    with pytest.raises(ValueError, match=r"batch norm bn1 .*model\.eval\(\)"):
-        TimmCanonizer().apply(model)
-    assert model_state(model) == before
-
-
-def test_torchvision_is_sent_to_its_canonizer():
-    torchvision = pytest.importorskip("torchvision")
-    with pytest.raises(ValueError, match=r"TorchvisionCanonizer"):
-        TimmCanonizer().apply(torchvision.models.resnet18())
 
 
 def test_subclasses_that_inherit_forward_are_canonized_like_their_parents():

@@ -18,7 +18,6 @@ from zennit.attribution import Gradient  # isort: skip
 from zennit.composites import EpsilonPlus  # isort: skip
 from zennit_drsa import (  # isort: skip
     DisentangledAttributor,
-    DisentangledComposite,
     TransformerCanonizer,
     TransformerGamma,
     doctor,
@@ -108,18 +107,6 @@ def test_maps_add_up_in_float32_for_every_batch_size(n, reading):
     # An image alone is the same image in a batch.
     alone = explained(model, TransformerGamma(0.1, reading), x[:1], "blocks.1")
     assert close(found.maps[:1], alone.maps, 1e-4)
-
-
-def test_a_filter_of_one_concept_gives_its_map():
-    model, x = small(), pictures()
-    maps = explained(model, TransformerGamma(0.1, "attnlrp"), x).maps
-    for k in range(4):
-        composite = DisentangledComposite(
-            TransformerGamma(0.1, "attnlrp"), "blocks.0", subspaces(), k, channel_dim=-1
-        )
-        with Gradient(model, composite) as attributor:
-            _, part = attributor(x, lambda output: output.detach() * torch.eye(5, dtype=torch.float64)[3])
-        assert close(part, maps[:, k])
 
 
 def test_readings_of_attention_have_their_own_provenance():

@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import resnet18
 from zennit.attribution import Gradient, IntegratedGradients, Occlusion, SmoothGrad
-from zennit.composites import BetaSmooth, EpsilonPlus, GuidedBackprop, LayerMapComposite, NameMapComposite
+from zennit.composites import EpsilonPlus, GuidedBackprop, LayerMapComposite
 from zennit.core import Composite
-from zennit.rules import Pass, ReLUBetaSmooth
-from zennit.torchvision import ResNetCanonizer
+from zennit.rules import Pass
 
 from tests.model_state import model_state
 from tests.toys import subspaces
-from zennit_drsa import ConvNetGamma, DisentangledAttributor, DisentangledComposite, SubspaceFilter, doctor
+from zennit_drsa import ConvNetGamma, DisentangledAttributor, doctor
 from zennit_drsa.rules import PositiveGamma, ZeroRule
 
 
@@ -75,23 +73,6 @@ def test_rules_that_remember_one_run_are_refused(composite, attributor) -> None:
     assert untied.explain(x, 1).maps.shape == (3, 3, 6)
 
 
-@pytest.mark.parametrize("composite", ["ours", "filter"])
-def test_filters_refuse_them_as_well(composite: str) -> None:
-    model, x = Tied(True).eval(), vectors()
-    before = model_state(model)
-    chosen = (
-        DisentangledComposite(EpsilonPlus(), "middle", subspaces(8), 0)
-        if composite == "ours"
-        else EpsilonPlus(canonizers=[SubspaceFilter("middle", subspaces(8), 0)])
-    )
-    with (
-        pytest.raises(ValueError, match=r"'inner' .* more than once"),
-        Gradient(model, chosen) as attributor,
-    ):
-        attributor(x, torch.eye(5)[[1] * 3])
-    assert model_state(model) == before
-
-
 @pytest.mark.parametrize(
     "composite", [lambda: ConvNetGamma(0.25, canonizers=[]), lambda: None, GuidedBackprop]
 )
@@ -131,57 +112,6 @@ def test_a_run_without_a_graph_does_harm_only_behind_one_with_a_graph() -> None:
     assert explain(True).shape == (3, 3, 6)
     with pytest.raises(ValueError, match=r"'layer' .* more than once"):
         explain(False)
-
-
-def test_a_shared_relu_is_right_under_lrp_and_refused_where_its_input_is_remembered() -> None:
-    torch.manual_seed(0)
-    model = resnet18(num_classes=5).eval()  # a block's ReLU runs twice
-    x = torch.rand(1, 3, 32, 32)
-    layer = "layer4.1"
-    lrp = DisentangledAttributor(
-        Gradient(model, EpsilonPlus(canonizers=[ResNetCanonizer()])), layer, subspaces(512)
-    )
-    error = lrp.explain(x, 1).certificate().maps_to_whole
-    assert error is not None
-    assert error < 1e-4
-    smooth = DisentangledAttributor(Gradient(model, BetaSmooth()), layer, subspaces(512))
-    with pytest.raises(ValueError, match=r"ReLU\) runs more than once .* ReLUBetaSmooth"):
-        smooth.explain(x, 1)
-
-
-def test_checkpointing_runs_modules_again_without_harm() -> None:
-    x, model = vectors(), Tied(False).eval()
-    maps = []
-    for model.checkpointed in (False, True):
-        smooth = NameMapComposite([(["middle"], ReLUBetaSmooth())])  # a rule that keeps its input
-        run = DisentangledAttributor(IntegratedGradients(model, smooth, n_iter=3), "head", subspaces(5))
-        maps.append(run.explain(x, 1, whole=False).maps)
-    torch.testing.assert_close(*maps)
-
-
-def test_reentrant_checkpointing_is_refused() -> None:
-    class Reentrant(Tied):
-        def _top(self, x: Tensor) -> Tensor:
-            result: Tensor = checkpoint(super()._top, x, use_reentrant=True)
-            return result
-
-    model = Reentrant(False).eval()
-    before = model_state(model)
-    run = DisentangledAttributor(Gradient(model, EpsilonPlus()), "below", subspaces(6))
-    with pytest.raises(ValueError, match=r"'last' runs without gradients .* use_reentrant=False"):
-        run.explain(vectors(), 1)
-    assert model_state(model) == before
-
-
-def test_parts_of_a_model_may_run_on_their_own() -> None:
-    model = Tied(False).eval()
-    composite = DisentangledComposite(EpsilonPlus(), "middle", subspaces(8), 0)
-    with composite.context(model):
-        for _ in range(2):
-            x = vectors().requires_grad_()
-            model(x).sum().backward()
-            model.head(torch.ones(3, 8, requires_grad=True))
-            model.head(torch.ones(3, 8, requires_grad=True))
 
 
 def test_doctor_finds_them() -> None:

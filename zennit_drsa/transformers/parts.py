@@ -130,7 +130,7 @@ class GateProduct(CanonicalPart):
         if self.reading == "constant":
             factor = gate.detach()
             return passing(signal, lambda value: value * factor)
-        return by_contribution(lambda a, b: _HalfGradient.apply(a) * _HalfGradient.apply(b), signal, gate)
+        return by_contribution(lambda a, b: _HalfGradient.apply(a * b), signal, gate)
 
 
 class _HalfGradient(torch.autograd.Function):
@@ -147,10 +147,8 @@ class _HalfGradient(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; if both carry relevance, the gradient of each is halved."""
-    if a.requires_grad and b.requires_grad:
-        a, b = _HalfGradient.apply(a), _HalfGradient.apply(b)
-    return a @ b
+    """a @ b; if both carry relevance, each takes half of it."""
+    return _HalfGradient.apply(a @ b) if a.requires_grad and b.requires_grad else a @ b
 
 
 # ---------------------------------------------------------------------- forms
