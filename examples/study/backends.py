@@ -11,9 +11,9 @@ from drsa_audit import Network
 from drsa_audit.networks import SuitableRules, is_torchvision_resnet
 from drsa_audit.wrappers import (
     NAMES,
+    PATCH,
     SeededBatches,
     Wrapper,
-    entries_of_patch,
     make_wrapper,
     options_of,
     repeatable,
@@ -25,7 +25,16 @@ from zennit.composites import EpsilonGammaBox, MixedComposite, NameMapComposite
 from zennit.core import Composite
 from zennit.rules import Epsilon, Gamma
 
+from captum_drsa import patch_mask
 from zennit_drsa import TorchvisionCanonizer
+
+
+def entries_of_patch(method: str, inputs: Tensor) -> Tensor | int:
+    """How many entries of a map share a value: Captum gives each the relevance of the whole patch."""
+    if method != "shapley":
+        return 1
+    mask = patch_mask(inputs, PATCH)
+    return torch.bincount(mask.flatten())[mask] * inputs.shape[1]
 
 
 @dataclass(frozen=True)

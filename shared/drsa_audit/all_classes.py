@@ -92,9 +92,8 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
             files = [(file, targets[name].output) for name, own in by_class.items() for file in own]
             images = LabelledFiles(network, files, n_outputs)
             target, paths = next(iter(targets.values())), [file for file, _ in files]
-            session = open_session(
-                settings, network, target, paths, progress, settings.layer, settings.channel_dim
-            )
+            where = settings.out, settings.layer, settings.channel_dim
+            session = open_session(settings, network, target, paths, progress, *where)
             with ranks.all_or_none(f"opening {settings.out}"):
                 if ranks.is_first:
                     _check_images(settings, network, files)
@@ -159,7 +158,6 @@ def _check_images(settings: FitSettings, network: Network, files: list[tuple[Pat
     }
     file = settings.out / INPUTS
     if not file.exists():
-        settings.out.mkdir(parents=True, exist_ok=True)
         write_json(file, here)
         return
     there = read_json(file)

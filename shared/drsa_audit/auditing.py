@@ -11,6 +11,7 @@ import shlex
 import warnings
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from .results import AuditRecord, Explained
 from .session import Session, open_session
 from .settings import AuditSettings, EvaluateSettings, ExplainSettings, FitSettings
 from .steps import Learned, ablate, collect, explain, flip_patches, learn, relevance_of
-from .work import Work, check_out, files_digest, work_folder
+from .work import check_out, files_digest, work_folder
 from .wrappers import NAMES
 
 #: Images of other classes, at most, whose concepts are looked at: in all, and of one class.
@@ -122,7 +123,6 @@ class Training(NamedTuple):
     """The images that concepts are learned from, and what decides their pairs."""
 
     session: Session
-    work: Work
     inputs: Tensor
     key: dict[str, Any]
 
@@ -140,7 +140,7 @@ def open_training(settings: FitSettings, progress: Progress, *folders: Path) -> 
     Names of classes are looked for in further folders, too.
     """
     check_out(settings.out)
-    where = work_folder(settings.out, settings.work)
+    where = work_folder(settings.out, settings.work), settings.layer, settings.channel_dim
     with progress.step("prepare", "Loading the model and the images"):
         for folder in (settings.train, *folders):
             check_folder(folder)
@@ -151,27 +151,27 @@ def open_training(settings: FitSettings, progress: Progress, *folders: Path) -> 
             if not settings.force:
                 raise BadInput(f"{files.doubt}; --force learns from them all the same")
             progress.note(files.doubt)
-        layer, channel_dim = settings.layer, settings.channel_dim
-        session = open_session(settings, network, target, files.own, progress, layer, channel_dim)
+        session = open_session(settings, network, target, files.own, progress, *where)
         if session.layer.is_cut is False:
             progress.note(f"paths go around layer {session.layer.name}: what takes them is in no concept map")
         inputs, _, _ = session.read(files.own)
         key = {**session.decided_by(files.own), "positions": settings.positions}
-        return Training(session, Work(where), inputs, key)
+        return Training(session, inputs, key)
 
 
 def _learn(training: Training, settings: FitSettings) -> tuple[Learned, Pairs, dict[str, Any]]:
     """Concepts, the pairs that they are learned from, and what decided them."""
-    session, work, inputs, key = training
-    pairs = collect(session, work, inputs, settings.positions, key)
+    session, inputs, key = training
+    pairs = collect(session, inputs, settings.positions, key)
     chosen = {name: getattr(settings, name) for name in ("subspaces", "balance", "stability")}
-    return learn(session, work, pairs, settings, {**key, **chosen}), pairs, {**key, **chosen}
+    return learn(session, pairs, settings, {**key, **chosen}), pairs, {**key, **chosen}
 
 
 def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     """As `audit`, with all settings in one value."""
     training = open_training(settings, progress, settings.test)
-    session, work, inputs, _ = training
+    session, inputs, _ = training
+    work = session.work
     test = find_files(settings.test, session.target, settings.test_images)
     learned, pairs, key = _learn(training, settings)
     subspaces = learned.subspaces if settings.names is None else learned.subspaces.renamed(settings.names)
@@ -179,7 +179,7 @@ def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     if test.doubt:
         progress.note(test.doubt)
     on_test = {**key, "test": files_digest(test.own), "names": [file.name for file in test.own]}
-    explained = explain(session, work, test.own, subspaces, "explained", on_test)
+    explained = explain(session, test.own, subspaces, "explained", on_test)
     if known := _n_known(session, inputs, explained):
         progress.note(
             f"{known} of {len(explained)} test images are among those that the concepts were learned from: "
@@ -188,14 +188,13 @@ def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     what = "images that were learned from"
     evidence: dict[str, Any] = {
         "train_relevance": work.remembered(
-            "relevance-train", key, lambda: relevance_of(session, inputs, subspaces, what).tolist()
+            "relevance-train", key, partial(relevance_of, session, inputs, subspaces, what)
         ),
-        "other_classes": _others(session, work, test, subspaces, on_test),
-        "flipping": flip_patches(session, work, explained, on_test) if settings.flipping else None,
+        "other_classes": _others(session, test, subspaces, on_test),
+        "flipping": flip_patches(session, explained, on_test) if settings.flipping else None,
     }
-    evidence["ablation"] = (
-        ablate(session, work, explained, subspaces, pairs, on_test) if settings.ablation else None
-    )
+    if settings.ablation:
+        evidence["ablation"] = ablate(session, explained, subspaces, pairs, on_test)
     with progress.step("report", "Writing the report"):
         record = AuditRecord(
             subspaces=SUBSPACES,
@@ -215,18 +214,18 @@ def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
 
 def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]:
     """Write a picture of each image with its maps, relevance.csv, and the maps themselves."""
-    work = Work(settings.out)
-    session, subspaces, explained, _ = _explained(settings, work, progress)
-    pictures, listed = [_picture(n, name) for n, name in enumerate(explained.names)], work.folder / PICTURES
+    session, subspaces, explained, _ = _explained(settings, settings.out, progress)
+    pictures = [_picture(n, name) for n, name in enumerate(explained.names)]
+    listed = settings.out / PICTURES
     # The folder keeps a list of its pictures, so that of all files those of an earlier run alone are removed.
     before = set(read_json(listed)) if listed.exists() else set()
     write_json(listed, sorted(before | set(pictures)))
     with progress.step("pictures", f"Drawing {len(explained)} pictures"):
-        _draw(explained, subspaces, [work.folder / picture for picture in pictures])
+        _draw(explained, subspaces, [settings.out / picture for picture in pictures])
     for old in before - set(pictures):
-        (work.folder / Path(old).name).unlink(missing_ok=True)
+        (settings.out / Path(old).name).unlink(missing_ok=True)
     write_json(listed, pictures)
-    _write_table(explained, subspaces, work.folder / "relevance.csv")
+    _write_table(explained, subspaces, settings.out / "relevance.csv")
     return {
         "out": str(settings.out),
         "images": len(explained),
@@ -241,15 +240,14 @@ def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]
 def run_evaluate(settings: EvaluateSettings, progress: Progress) -> dict[str, Any]:
     """Patch flipping, ablation, scores of the maps, and the certificate, as JSON."""
     check_out(settings.out)
-    work = Work(work_folder(settings.out))
-    session, subspaces, explained, key = _explained(settings, work, progress)
+    session, subspaces, explained, key = _explained(settings, work_folder(settings.out), progress)
     maps = explained.maps[:, :, None]
     result = {
         "images": len(explained),
         "target": session.target.name,
         "method": session.choice.reason,
-        "flipping": flip_patches(session, work, explained, key),
-        "ablation": ablate(session, work, explained, subspaces, None, key),
+        "flipping": flip_patches(session, explained, key),
+        "ablation": ablate(session, explained, subspaces, None, key),
         "separability": float(separability(maps).mean()),
         "peakness": float(peakness(maps).mean()),
         "certificate": explained.certificate,
@@ -296,11 +294,8 @@ def command_of(settings: AuditSettings) -> str:
 def _about(settings: AuditSettings, session: Session) -> dict[str, Any]:
     """What the record says of the run, with what was chosen where the user named nothing."""
     network, layer, choice, target = session.network, session.layer, session.choice, session.target
-    shown = {
-        field.name: getattr(settings, field.name)
-        for field in fields(AuditSettings)
-        if field.name not in ("model", "names", "out", "work")
-    }
+    left_out = ("model", "names", "out", "work")
+    shown = {f.name: getattr(settings, f.name) for f in fields(AuditSettings) if f.name not in left_out}
     shown |= {"layer": layer.name, "size": network.size, "resize": network.resize, "device": network.device}
     return {
         "model": {"name": settings.model_name, "kind": type(network.model).__name__}
@@ -326,7 +321,7 @@ def _n_known(session: Session, inputs: Tensor, explained: Explained) -> int:
 
 
 def _others(
-    session: Session, work: Work, test: ImageFiles, subspaces: Subspaces, key: dict[str, Any]
+    session: Session, test: ImageFiles, subspaces: Subspaces, key: dict[str, Any]
 ) -> dict[str, list[list[float]]]:
     """R_k of some images of other classes, for the explained class."""
     names = list(test.others)
@@ -339,18 +334,14 @@ def _others(
         except ValueError:
             session.progress.note(f"no image of {name} can be read; the class is left out")
             continue
-        found[name] = work.remembered(
-            "relevance-class",
-            {**key, "class": name, "files": files_digest(files)},
-            lambda name=name, inputs=inputs: relevance_of(  # type: ignore[misc]
-                session, inputs, subspaces, f"images of {name}"
-            ).tolist(),
-        )
+        decided = {**key, "class": name, "files": files_digest(files)}
+        make = partial(relevance_of, session, inputs, subspaces, f"images of {name}")
+        found[name] = session.work.remembered("relevance-class", decided, make)
     return found
 
 
 def _explained(
-    settings: ExplainSettings, work: Work, progress: Progress
+    settings: ExplainSettings, folder: Path, progress: Progress
 ) -> tuple[Session, Subspaces, Explained, dict[str, Any]]:
     """Images explained by subspaces from a file, and what decided it."""
     with progress.step("prepare", "Loading the model and the images"):
@@ -371,7 +362,7 @@ def _explained(
         if made is not None and channel_dim is None:
             channel_dim = made.channel_dim
         layer = None if made is None else made.layer
-        session = open_session(settings, network, target, found.own, progress, layer, channel_dim)
+        session = open_session(settings, network, target, found.own, progress, folder, layer, channel_dim)
         if session.layer.n_features != subspaces.n_features:
             raise BadInput(
                 f"{settings.concepts} has {subspaces.n_features} features, but layer {session.layer.name} of "
@@ -382,7 +373,7 @@ def _explained(
         "subspaces": files_digest([settings.concepts]),
         "names": [file.name for file in found.own],
     }
-    return session, subspaces, explain(session, work, found.own, subspaces, "maps", key), key
+    return session, subspaces, explain(session, found.own, subspaces, "maps", key), key
 
 
 def _draw(explained: Explained, subspaces: Subspaces, files: list[Path]) -> None:
@@ -392,14 +383,8 @@ def _draw(explained: Explained, subspaces: Subspaces, files: list[Path]) -> None
     pool = POOL if explained.maps.shape[-1] % POOL == explained.maps.shape[-2] % POOL == 0 else 1
     for n, name in enumerate(explained.names):
         title = f"{name}: score {float(explained.score[n]):.3g}"
-        figure = concept_maps(
-            explained.pixels[n],
-            explained.maps[n],
-            subspaces.names,
-            whole=explained.whole[n],
-            title=title,
-            pool=pool,
-        )
+        shown = explained.pixels[n], explained.maps[n], subspaces.names
+        figure = concept_maps(*shown, whole=explained.whole[n], title=title, pool=pool)
         file = io.BytesIO()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks

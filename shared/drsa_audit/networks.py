@@ -240,15 +240,14 @@ def load_network(name: str, weights: str | Path | None = None, crop: bool = Fals
 
 def open_network(settings: ModelSettings) -> Network:
     """The network in eval mode on its device, with the preprocessing that was asked for."""
-    try:
-        device = torch.device(settings.device)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise BadInput(f"the device {settings.device!r} cannot be used: {one_line(error, 160)}") from error
     model = settings.model
     if isinstance(model, str):
         network = _loaded(model, None if settings.weights == "DEFAULT" else settings.weights)
-        network.model.eval().to(device)
+        try:
+            network.model.eval().to(settings.device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            text = one_line(error, 160)
+            raise BadInput(f"the device {settings.device!r} cannot be used: {text}") from error
     else:
         network = model if isinstance(model, Network) else network_of(model, "", published_transform(model))
         if any(module.training for module in network.model.modules()):
@@ -370,11 +369,8 @@ def _with_transform(network: Network, settings: ModelSettings) -> Network:
 
 def _channel_order(colours: Tensor) -> str | None:
     """ "RGB" or "BGR", read from what red, green and blue add; None if a channel mixes them."""
-    changed = colours.abs() > 1e-9
-    for order, expected in (("RGB", torch.eye(3)), ("BGR", torch.eye(3).flip(1))):
-        if torch.equal(changed, expected.bool()):
-            return order
-    return None
+    changed = (colours.abs() > 1e-9).int().tolist()
+    return {"100010001": "RGB", "001010100": "BGR"}.get("".join(str(c) for row in changed for c in row))
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

@@ -18,19 +18,9 @@ class BadInput(ValueError):
 
 
 class Progress:
-    """Steps with their times.
+    """Steps with their times, and notes of what the user should know of the result.
 
-    Parameters
-    ----------
-    shown : bool, optional
-        Whether to write to stderr. Default: only if it is a terminal, so that a pipe or a log stays quiet.
-
-    Attributes
-    ----------
-    seconds : dict
-        Time of each step so far.
-    notes : list of str
-        What the user should know of the result; also shown at once, whatever `shown` says, by the command.
+    By default it is shown on stderr only if that is a terminal, so that a pipe or a log stays quiet.
     """
 
     def __init__(self, shown: bool | None = None) -> None:

@@ -44,7 +44,7 @@ class Explained:
         tensors = [tensors for tensors, _ in parts]
         joined = {key: torch.cat([part[key] for part in tensors]) for key in tensors[0]}
         pixels = joined.pop("pixels").float() / 255
-        certificate = join_certificates([header["certificate"] for _, header in parts], tensors)
+        certificate = join_certificates([header for _, header in parts], tensors)
         return cls(names=names, pixels=pixels, certificate=certificate, **joined)
 
 
@@ -91,40 +91,31 @@ class AuditRecord:
             raise BadInput(f"{folder / RECORD} is not the record of an audit: {error}") from error
 
 
-def join_certificates(parts: list[dict[str, Any]], batches: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """The certificate of all images from those of batches, and what was stored of each batch.
+def join_certificates(headers: list[dict[str, Any]], batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The certificate of all images, from the headers and tensors of batches of any size.
 
-    The largest of the differences. Shares are those of all images together: a batch counts by its scores, or
-    by its images where the share is not one of the score. Batches may be of any size.
+    Of differences the largest. Shares of the score are those of all images together; what is lost at the
+    layer is a mean over images.
     """
-    scores = [batch["score"].double() for batch in batches]
+    sizes, scores = [len(batch["score"]) for batch in batches], torch.cat([b["score"] for b in batches])
+    total = float(scores.double().sum())
+    is_defined = abs(total) > 1e-6 * float(scores.double().abs().sum())  # scores may cancel
     joined: dict[str, Any] = {}
-    for name in parts[0]:
-        known = [n for n, part in enumerate(parts) if part[name] is not None]
-        values = [parts[n][name] for n in known]
-        totals = [float(scores[n].sum()) for n in known]
-        if not values or isinstance(values[0], bool | str):
+    for name in headers[0]["certificate"]:
+        found = [(h["certificate"].get(name), n) for h, n in zip(headers, sizes, strict=True)]
+        values = [value for value, _ in found if value is not None]
+        if name in ("share_of_score", "absorbed"):
+            joined[name] = None
+        elif not values or isinstance(values[0], bool):
             joined[name] = values[0] if values else None
-        elif "_to_" in name:
-            joined[name] = max(values)
-        elif name == "share_of_score":
-            # Of all batches, also those whose own scores cancel and have no share.
-            sums = [float(batch["maps"].double().sum()) for batch in batches]
-            joined[name] = _ratio(sum(sums), torch.cat(scores))
-        elif isinstance(values[0], dict):
-            of_known = torch.cat([scores[n] for n in known])
-            shares = {
-                part: _ratio(sum(v.get(part, 0.0) * t for v, t in zip(values, totals, strict=True)), of_known)
-                for part in values[0]
-            }
-            joined[name] = None if None in shares.values() else shares
+        elif name in ("on_zero_activations", "around_the_layer"):
+            known = [(value, n) for value, n in found if value is not None]
+            joined[name] = sum(value * n for value, n in known) / sum(n for _, n in known)
         else:
-            sizes = [float(scores[n].abs().sum()) if name == "unaccounted" else len(scores[n]) for n in known]
-            joined[name] = sum(v * size for v, size in zip(values, sizes, strict=True)) / (sum(sizes) or 1)
+            joined[name] = max(values)
+    if is_defined and any(h["certificate"].get("share_of_score") is not None for h in headers):
+        joined["share_of_score"] = sum(float(b["maps"].double().sum()) for b in batches) / total
+    absorbed = [h["absorbed"] for h in headers if h.get("absorbed") is not None]
+    if is_defined and len(absorbed) == len(headers):
+        joined["absorbed"] = {part: sum(a[part] for a in absorbed) / total for part in absorbed[0]}
     return joined
-
-
-def _ratio(part: float, scores: Tensor) -> float | None:
-    """A part over the sum of scores; None where they cancel, as in `Explanation.certificate`."""
-    total = float(scores.sum())
-    return None if abs(total) <= 1e-6 * float(scores.abs().sum()) else part / total

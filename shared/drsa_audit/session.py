@@ -27,7 +27,7 @@ from .layers import LayerInfo, find_concept_layer
 from .networks import Network
 from .progress import BadInput, Progress, one_line
 from .settings import RunSettings
-from .work import files_digest
+from .work import Work, files_digest
 from .wrappers import PASSES, Choice, Wrapper, choose_method, make_wrapper
 
 
@@ -41,6 +41,7 @@ class Session:
     layer: LayerInfo  # where concepts are found
     choice: Choice  # the attribution method, and why
     progress: Progress
+    work: Work  # the folder of finished parts
     forward: float  # seconds of a forward pass of one image
 
     @property
@@ -50,14 +51,8 @@ class Session:
 
     def wrapper(self, subspaces: Subspaces | None = None) -> Wrapper:
         """The explainer of the adapter, new each time."""
-        return make_wrapper(
-            self.method,
-            self.network,
-            self.layer.name,
-            subspaces,
-            samples=self.settings.samples,
-            channel_dim=self.layer.channel_dim,
-        )
+        how = {"samples": self.settings.samples, "channel_dim": self.layer.channel_dim}
+        return make_wrapper(self.method, self.network, self.layer.name, subspaces, **how)  # type: ignore[arg-type]
 
     def seconds(self, n_images: int, n_concepts: int | None = None) -> float:
         """About how long it takes to collect pairs from images, or to explain them by concepts."""
@@ -66,10 +61,11 @@ class Session:
 
     @contextmanager
     def step(
-        self, name: str, what: str, seconds: float | None = None, notes: Path | None = None
+        self, name: str, what: str, seconds: float | None = None, key: dict[str, Any] | None = None
     ) -> Iterator[None]:
-        """A step of the run: timed, with its estimate shown, and noted; see `Progress.step` and `noted`."""
-        with self.progress.step(name, what, seconds), noted(self.progress, notes):
+        """A step of the run, timed, with its estimate shown; its notes are kept with what decides it."""
+        file = None if key is None else self.work.place(name, key, ".notes.json")
+        with self.progress.step(name, what, seconds), noted(self.progress, file):
             yield
 
     def check_use(self, subspaces: Subspaces) -> None:
@@ -144,6 +140,7 @@ def open_session(
     target: TargetClass,
     files: Sequence[Path],
     progress: Progress,
+    folder: Path,
     layer: str | None,
     channel_dim: int | None,
 ) -> Session:
@@ -158,7 +155,7 @@ def open_session(
         begin = time.perf_counter()
         network.model(inputs.clone())
     forward = (time.perf_counter() - begin) / len(inputs)
-    return Session(settings, choice.network, target, info, choice, progress, forward)
+    return Session(settings, choice.network, target, info, choice, progress, Work(folder), forward)
 
 
 def read_first(network: Network, files: Sequence[Path], n_images: int) -> Tensor:

@@ -34,8 +34,7 @@ from .progress import BadInput
 from .results import KIND, Explained
 from .session import Session, metadata_of, to_inputs
 from .settings import FitSettings
-from .work import Work
-from .wrappers import SeededBatches, entries_of_patch, options_of, repeatable
+from .wrappers import SeededBatches, options_of, repeatable
 
 AUTO = "auto"
 #: Numbers of concepts that "auto" tries.
@@ -63,31 +62,27 @@ class Learned:
     choice: dict[str, Any] | None = None
 
 
-def collect(session: Session, work: Work, inputs: Tensor, positions: int, key: dict[str, Any]) -> Pairs:
+def collect(session: Session, inputs: Tensor, positions: int, key: dict[str, Any]) -> Pairs:
     """Pairs (a, c) at random positions of each image; batches that are in the folder are not done again."""
-    settings, folder = session.settings, work.place("pairs", key)
+    settings, store = session.settings, PairStore(session.work.place("pairs", key))
     batches = SeededBatches(list(inputs.split(settings.batch_size)), settings.seed)
-    notes = work.place("pairs", key, ".notes.json")
-    what = f"Collecting pairs from {len(inputs)} images"
-    with (
-        session.step("pairs", what, session.seconds(len(inputs)), notes),
-        repeatable(settings.seed),
-    ):
+    what, seconds = f"Collecting pairs from {len(inputs)} images", session.seconds(len(inputs))
+    with session.step("pairs", what, seconds, key), repeatable(settings.seed):
         return session.wrapper().collect(
             batches,
             session.target.output,
             positions,
             settings.seed,
-            store=PairStore(folder),
+            store=store,
             skip_tokens=session.layer.n_prefix,
         )
 
 
-def learn(session: Session, work: Work, pairs: Pairs, settings: FitSettings, key: dict[str, Any]) -> Learned:
+def learn(session: Session, pairs: Pairs, settings: FitSettings, key: dict[str, Any]) -> Learned:
     """The concepts of the class: learned once, and then read."""
-    file, about = work.place("learned", key, ".safetensors"), work.place("learned", key, ".json")
+    file, about = (session.work.place("learned", key, suffix) for suffix in (".safetensors", ".json"))
     what = f"Learning concepts from {len(pairs)} pairs"
-    with session.step("concepts", what, notes=work.place("learned", key, ".notes.json")):
+    with session.step("concepts", what, key=key):
         if not (file.exists() and about.exists()):
             found = _learn(session, pairs, settings)
             named = metadata_of(session.network, session.target, settings.model_name)
@@ -98,22 +93,22 @@ def learn(session: Session, work: Work, pairs: Pairs, settings: FitSettings, key
 
 
 def explain(
-    session: Session, work: Work, files: list[Path], subspaces: Subspaces, name: str, key: dict[str, Any]
+    session: Session, files: list[Path], subspaces: Subspaces, name: str, key: dict[str, Any]
 ) -> Explained:
     """Concept maps of images, batch by batch into a folder of the work folder."""
     inputs, pixels, names = session.read(files)
-    folder, size = work.place(name, key), session.settings.batch_size
+    folder, size = session.work.place(name, key), session.settings.batch_size
     folder.mkdir(parents=True, exist_ok=True)
     seconds = session.seconds(len(inputs), subspaces.n_subspaces)
     what = f"Explaining {len(inputs)} images"
-    with session.step("maps", what, seconds, work.place(name, key, ".notes.json")):
+    with session.step("maps", what, seconds, key):
         session.check_use(subspaces)  # maps that lie here already were made by force, perhaps
         for start in session.progress.bar(range(0, len(inputs), size), "batch"):
             file, part = folder / f"{start:06d}.safetensors", slice(start, start + size)
             if not file.exists():
                 found = explain_batch(session, inputs[part], subspaces)
                 tensors = _as_tensors(session, inputs[part], pixels[part], found)
-                header = {"names": names[part], "certificate": found.certificate().as_dict()}
+                header = {"names": names[part], **_as_header(found)}
                 write_tensors(file, tensors, *KIND, header)
     return Explained.load(folder, len(inputs))
 
@@ -125,21 +120,21 @@ def explain_batch(session: Session, inputs: Tensor, subspaces: Subspaces) -> Exp
         return session.wrapper(subspaces).explain(_leaf(session, inputs), session.target.output, **options)
 
 
-def relevance_of(session: Session, inputs: Tensor, subspaces: Subspaces, what: str) -> Tensor:
-    """R_k of images at the layer, shape (N, K), for the explained class."""
-    parts = []
+def relevance_of(session: Session, inputs: Tensor, subspaces: Subspaces, what: str) -> list[list[float]]:
+    """R_k of images at the layer for the explained class, (N, K), as JSON."""
+    rows: list[list[float]] = []
     with session.step("relevance", f"Concepts of {len(inputs)} {what}", session.seconds(len(inputs))):
         for batch in session.progress.bar(inputs.split(session.settings.batch_size), "batch"):
             with repeatable():
                 wrapper = session.wrapper(subspaces)
                 found = wrapper.concept_relevance(_leaf(session, batch), session.target.output)
-            parts.append(found.detach().cpu())
-    return torch.cat(parts)
+            rows += found.detach().tolist()
+    return rows
 
 
-def flip_patches(session: Session, work: Work, explained: Explained, key: dict[str, Any]) -> Any:
+def flip_patches(session: Session, explained: Explained, key: dict[str, Any]) -> Any:
     """Curves of patch flipping by the concepts together, the whole map and a random order, as JSON."""
-    patch = max(1, session.network.size // 14)
+    patch, work = max(1, session.network.size // 14), session.work
     key = {**key, "patch": patch}
     generator = torch.Generator().manual_seed(session.settings.seed)
     at_random = torch.rand(len(explained), 1, *explained.whole.shape[1:], generator=generator)
@@ -163,7 +158,7 @@ def flip_patches(session: Session, work: Work, explained: Explained, key: dict[s
 
     seconds = session.forward * len(explained) * len(orders) * 11
     what = f"Removing patches of {len(explained)} images"
-    with session.step("flipping", what, seconds, work.place("flipping", key, ".notes.json")):
+    with session.step("flipping", what, seconds, key):
         curves = {
             name: work.remembered(f"flipping-{name.replace(' ', '-')}", key, lambda maps=maps: flip(maps))  # type: ignore[misc]
             for name, maps in orders.items()
@@ -172,12 +167,7 @@ def flip_patches(session: Session, work: Work, explained: Explained, key: dict[s
 
 
 def ablate(
-    session: Session,
-    work: Work,
-    explained: Explained,
-    subspaces: Subspaces,
-    pairs: Pairs | None,
-    key: dict[str, Any],
+    session: Session, explained: Explained, subspaces: Subspaces, pairs: Pairs | None, key: dict[str, Any]
 ) -> Any:
     """What the score loses with each concept, against its relevance, as JSON; also for other subspaces.
 
@@ -207,8 +197,8 @@ def ablate(
 
     seconds = session.forward * len(explained) * 4 * (6 + subspaces.n_subspaces)
     what = f"Taking concepts out of {len(explained)} images"
-    with session.step("ablation", what, seconds, work.place("ablation", key, ".notes.json")):
-        return work.remembered("ablation", key, run)
+    with session.step("ablation", what, seconds, key):
+        return session.work.remembered("ablation", key, run)
 
 
 def _learn(session: Session, pairs: Pairs, settings: FitSettings) -> Learned:
@@ -266,7 +256,10 @@ def _learned(found: Stability, choice: dict[str, Any] | None) -> Learned:
 
 def _as_tensors(session: Session, inputs: Tensor, pixels: Tensor, found: Explanation) -> dict[str, Tensor]:
     """What is kept of an explained batch."""
-    target, entries = session.target.output, entries_of_patch(session.method, inputs)
+    target = session.target.output
+    # Captum gives each pixel of a patch the relevance of the whole patch.
+    entries = torch.ones(1) if found.entries_per_feature is None else found.entries_per_feature
+    entries = entries.to(found.maps)
     with torch.no_grad():
         outputs = session.network.model(inputs.clone()).cpu()
     whole = found.maps.sum(1) if found.whole is None else found.whole
@@ -280,6 +273,14 @@ def _as_tensors(session: Session, inputs: Tensor, pixels: Tensor, found: Explana
         "rank": (1 + (outputs > outputs[:, target, None]).sum(1)) * (outputs.shape[1] > 1),
         "predicted": outputs.argmax(1),
     }
+
+
+def _as_header(found: Explanation) -> dict[str, Any]:
+    """What adds up to what in an explained batch, and the sums of the score that is absorbed on the way."""
+    absorbed = None
+    if found.absorbed is not None:
+        absorbed = {name: float(part.double().sum()) for name, part in found.absorbed.items()}
+    return {"certificate": found.certificate().as_dict(), "absorbed": absorbed}
 
 
 def _leaf(session: Session, inputs: Tensor) -> Tensor:

@@ -70,14 +70,6 @@ def options_of(method: str, inputs: Tensor, samples: int | None = None) -> dict[
     return {}
 
 
-def entries_of_patch(method: str, inputs: Tensor) -> Tensor | int:
-    """How many entries of a map share a value: Captum gives each the relevance of the whole patch."""
-    if method != "shapley":
-        return 1
-    mask = patch_mask(inputs, PATCH)
-    return torch.bincount(mask.flatten())[mask] * inputs.shape[1]
-
-
 @contextmanager
 def repeatable(seed: int = 0) -> Iterator[None]:
     """Samplers of Captum, which draw from the global generator, draw the same each time."""

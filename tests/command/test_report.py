@@ -183,8 +183,8 @@ def test_the_verdict_says_why_maps_miss_the_score_with_this_method(parts, backen
 
     assert caution().startswith("The maps add up to 0% of the score: ")  # not -0%
     assert why in caution()
-    kept = caution(kept={"position embeddings": 0.6, "biases": 0.4})
-    assert kept.endswith("position embeddings (60%) and biases (40%) hold the difference.")
+    absorbed = caution(absorbed={"position embeddings": 0.6, "biases": 0.4})
+    assert absorbed.endswith("position embeddings (60%) and biases (40%) hold the difference.")
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e20])
@@ -226,10 +226,10 @@ def test_numbers_that_are_not_defined_are_not_shown(parts, unknown: float | None
     assert not re.search(r"\bnan\b", text.split("<script")[0])
 
 
-def certificate(share: float | None, kept: float | None, zero: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"is_complete": True, "maps_to_layer": zero, "share_of_score": share}
-    found |= {"kept": None if kept is None else {"bias": kept}, "unaccounted": zero}
-    return found | {"on_zero_activations": zero, "around_the_layer": None}
+def header(share: float | None, absorbed: float | None, zero: float) -> dict[str, Any]:
+    found = {"is_complete": True, "maps_to_layer": zero, "share_of_score": share, "absorbed": None}
+    found |= {"on_zero_activations": zero, "around_the_layer": None}
+    return {"certificate": found, "absorbed": None if absorbed is None else {"bias": absorbed}}
 
 
 def test_shares_of_all_images_do_not_depend_on_the_batches() -> None:
@@ -238,19 +238,18 @@ def test_shares_of_all_images_do_not_depend_on_the_batches() -> None:
         {"score": torch.tensor([10.0, 10, 10, 10]), "maps": torch.full((4, 1, 1, 1), 9.0)},
         {"score": torch.tensor([0.5]), "maps": torch.full((1, 1, 1, 1), 2.5)},
     ]
-    joined = join_certificates([certificate(0.9, 0.1, 0.0), certificate(5.0, -4.0, 0.5)], batches)
+    joined = join_certificates([header(0.9, 4.0, 0.0), header(5.0, -2.0, 0.5)], batches)
     assert joined["share_of_score"] == pytest.approx((4 * 9 + 2.5) / 40.5)
-    assert joined["kept"]["bias"] == pytest.approx((4 * 1 - 2.0) / 40.5)
-    assert joined["unaccounted"] == pytest.approx(0.5 * 0.5 / 40.5)
+    assert joined["absorbed"]["bias"] == pytest.approx((4.0 - 2.0) / 40.5)
     assert joined["on_zero_activations"] == pytest.approx(0.5 / 5)
     assert (joined["maps_to_layer"], joined["is_complete"], joined["around_the_layer"]) == (0.5, True, None)
-    # Scores that cancel in a batch have no share there, but count in the whole; those that cancel have none.
+    # A batch whose scores cancel has no share, but counts in the whole; if all cancel there is none.
     batches[1] = {"score": torch.tensor([0.5, -0.5]), "maps": torch.full((2, 1, 1, 1), 1.25)}
-    joined = join_certificates([certificate(0.9, 0.1, 0.0), certificate(None, None, 0.5)], batches)
+    joined = join_certificates([header(0.9, 4.0, 0.0), header(None, 0.0, 0.5)], batches)
     assert joined["share_of_score"] == pytest.approx((4 * 9 + 2.5) / 40)
     batches[1]["score"] = torch.tensor([-20.0, -20.0])
-    joined = join_certificates([certificate(0.9, 0.1, 0.0), certificate(-0.1, 1.1, 0.5)], batches)
-    assert joined["share_of_score"] is joined["kept"] is None
+    joined = join_certificates([header(0.9, 4.0, 0.0), header(-0.1, -2.0, 0.5)], batches)
+    assert joined["share_of_score"] is joined["absorbed"] is None
 
 
 def test_colours_are_different() -> None:

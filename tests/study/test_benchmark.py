@@ -123,53 +123,15 @@ def test_other_photographs_are_refused(settings: BenchmarkSettings) -> None:
     assert run_benchmark(replace(settings, out=settings.out.parent / "new"), lambda line: None)
 
 
-def test_photographs_of_one_name_in_two_folders_are_told_apart(settings: BenchmarkSettings) -> None:
-    photo = settings.data / "val" / "003_b" / "00.png"
-    places = [settings.data / "val" / "003_b" / folder / "inner" / "00.png" for folder in ("one", "two")]
-    for place in places:
-        place.parent.mkdir(parents=True)
-        place.write_bytes(photo.read_bytes())
-    settings = replace(settings, stages=("main",), methods=("prca",))
-    run_benchmark(settings, lambda line: None)
-    for place in places:
-        place.write_bytes((settings.data / "val" / "003_b" / "01.png").read_bytes())
-        with pytest.raises(ValueError, match=r"changed: val/inner/00.png"):
-            run_benchmark(settings, lambda line: None)
-        place.write_bytes(photo.read_bytes())
-
-
-def check_it_is_said_once(
-    settings: BenchmarkSettings, before: list[dict[str, Any]], sentence: str, n_lines: int
-) -> None:
-    """A folder that lacks a note goes on with the same numbers; the next run finds the note."""
-    for expected in (n_lines, 0):
-        said: list[str] = []
-        assert run_benchmark(settings, said.append) == before
-        assert sum("does not say" in line for line in said) == expected
-        assert sum(sentence in line for line in said) == expected
-
-
 def test_another_network_under_the_same_name_is_refused(settings: BenchmarkSettings) -> None:
     weights = settings.out.parent / "weights.safetensors"
     state = small_network().model.state_dict()
     save_file(state, weights)
     settings = replace(settings, weights=weights, stages=("main",), methods=("prca",))
-    before = run_benchmark(settings, lambda line: None)
+    run_benchmark(settings, lambda line: None)
     save_file({name: 2 * value for name, value in state.items()}, weights)  # trained on, say
     with pytest.raises(ValueError, match=r"are of another network, by its fingerprint;"):
         run_benchmark(settings, lambda line: None)
-    save_file(state, weights)
-    # A folder from before the network was noted.
-    (settings.out / "network.json").unlink()
-    check_it_is_said_once(settings, before, "does not say of which network", 1)
-
-
-def test_folders_from_before_photographs_were_noted_go_on(settings: BenchmarkSettings) -> None:
-    settings = replace(settings, stages=("main",), methods=("prca",))
-    before = run_benchmark(settings, lambda line: None)
-    for file in (settings.out / "photographs").iterdir():
-        file.unlink()
-    check_it_is_said_once(settings, before, "does not say of which photographs", 2)
 
 
 def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> None:
@@ -203,28 +165,6 @@ def test_what_is_asked_for_is_added_to_a_folder(settings: BenchmarkSettings) -> 
     assert rows["nmf"]["separability"]["mean"] == pytest.approx(sum(by_class) / 3, abs=1e-5)
     with pytest.raises(ValueError, match="no method nonsense"):
         run_benchmark(replace(settings, methods=("nonsense",)), lambda line: None)
-
-
-def test_tables_have_all_that_is_in_the_folder(settings: BenchmarkSettings) -> None:
-    settings = replace(settings, stages=("main",), methods=("drsa",))
-    run_benchmark(settings, lambda line: None)
-    records = run_benchmark(replace(settings, methods=("dsa",)), lambda line: None)
-    assert {record["method"] for record in records} == {"dsa"}
-    table = json.loads((settings.out / "summary.json").read_text())["tables"]["many"]
-    assert set(table["rows"]) == {"whole", "drsa", "dsa"}
-    assert set(table["differences"]) == {"dsa"}
-    run_benchmark(replace(settings, stages=("attribution",), attributions=("gxi",)), lambda line: None)
-    tables = json.loads((settings.out / "summary.json").read_text())["tables"]
-    assert set(tables) == {"many", "attribution"}
-
-
-def test_dimensions_that_two_runs_share_count_once(settings: BenchmarkSettings) -> None:
-    settings = replace(settings, stages=("dims",), methods=("prca",))
-    run_benchmark(settings, lambda line: None)
-    run_benchmark(replace(settings, dims=(1, 4)), lambda line: None)
-    grid = json.loads((settings.out / "summary.json").read_text())["grids"]["dims"]
-    assert grid["places"] == ["1", "2", "4"]
-    assert grid["n_images"] == 4
 
 
 def test_ablations_run_only_the_methods_that_are_asked_for(settings: BenchmarkSettings) -> None:
@@ -336,10 +276,3 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     assert sorted(["16", "4", "2"], key=depth_of) == ["2", "4", "16"]  # K and d
 
 
-def test_quick_takes_few_images_and_the_main_stage() -> None:
-    settings = BenchmarkSettings(data=Path("a"), out=Path("b"), val_images=1, backend="shapley")
-    quick = settings.quick()
-    assert (quick.train_images, quick.val_images, quick.seeds, quick.samples) == (6, 1, 1, 2)
-    assert quick.stages == ("main",)
-    assert replace(settings, samples=7).quick().samples == 7
-    assert replace(settings, backend="ig").quick().samples is None

@@ -211,13 +211,14 @@ def _certificate(certificate: dict[str, Any]) -> list[tuple[str, str]]:
         "share_of_score": "Sum of all maps, as a part of the score",
         "on_zero_activations": "Lost on zero activations",
         "around_the_layer": "Goes around the layer",
-        "unaccounted": "Score without the one map and what is kept on the way, as a part of the score",
+        "unaccounted": "Score without the one map and what is absorbed on the way, as a part of the score",
     }
     rows = []
     for name, value in certificate.items():
-        if name == "kept":  # only some models keep relevance on the way, e.g. in position embeddings
+        if name == "absorbed":  # only some models absorb relevance on the way, e.g. in position embeddings
             rows += [
-                (f"Kept by {part}, as a part of the score", _shown(v)) for part, v in (value or {}).items()
+                (f"Absorbed by {part}, as a part of the score", _shown(v))
+                for part, v in (value or {}).items()
             ]
         elif name != "unaccounted" or value is not None:
             rows.append((texts.get(name, name.replace("_", " ")), _shown(value)))

@@ -56,16 +56,12 @@ def make_verdict(record: AuditRecord, explained: Explained) -> Verdict:
     n_right = int((explained.rank == 1).sum())
     name = _plain(record.target["name"])
     means = relevance.mean(0).tolist()
-    listed = _listed(
-        [
-            f"{{S{k}}} ({share:.0%}{', on average against the class' if mean < 0 else ''})"
-            for k, (share, mean) in enumerate(zip(of_concepts.tolist(), means, strict=True))
-        ]
-    )
+    against = [", on average against the class" if mean < 0 else "" for mean in means]
+    listed = _listed([f"{{S{k}}} ({s:.0%}{against[k]})" for k, s in enumerate(of_concepts.tolist())])
     predicts = f"The model predicts “{name}” for {n_right} of {n_images} test images."
     if not explained.rank.any():
         predicts = f"The model has one output, “{name}”."
-    parts = _counted(len(of_concepts), "concept")
+    parts = f"{len(of_concepts)} concept{'s' if len(of_concepts) > 1 else ''}"
     lead = f"{predicts} Its evidence for that class splits into {parts}: {listed}."
     first = [_of_group(group, n_images) for group in groups]
     return Verdict(
@@ -148,14 +144,9 @@ def _cautions(
             why = "may be chance: shuffled evidence gives concepts as strong"
         found.append(Caution(f"{listed} {why}. Give no name and draw no conclusion."))
     if unusual:
-        n = len(unusual)
-        what = "image has an" if n == 1 else "images have an"
-        found.append(
-            Caution(
-                f"{n} test {what} unusual mixture of concepts; see “Unusual images”.",
-                images=[outlier.image for outlier in unusual],
-            )
-        )
+        what = "image has" if len(unusual) == 1 else "images have"
+        text = f"{len(unusual)} test {what} an unusual mixture of concepts; see “Unusual images”."
+        found.append(Caution(text, images=[outlier.image for outlier in unusual]))
     found += _method_cautions(record, explained.certificate)
     if explained.rank.any() and n_right < 0.7 * len(explained):
         found.append(
@@ -166,9 +157,8 @@ def _cautions(
         )
     against = share_against(explained.relevance)
     if against > 0.25:
-        found.append(
-            Caution(f"{against:.0%} of what the concepts hold counts against the class; shares leave it out.")
-        )
+        text = f"{against:.0%} of what the concepts hold counts against the class; shares leave it out."
+        found.append(Caution(text))
     if record.n_train < FEW_TRAIN or len(explained) < FEW_TEST:
         found.append(
             Caution(
@@ -189,26 +179,20 @@ def _method_cautions(record: AuditRecord, certificate: dict[str, Any]) -> list[C
     share = certificate.get("share_of_score")
     if share is not None and not LOW_COVERAGE <= share <= 2 - LOW_COVERAGE:
         why = DIFFERENCES[record.method["backend"]]
-        if kept := certificate.get("kept"):
-            listed = _listed([f"{name} ({_percent(part)})" for name, part in kept.items()])
+        if absorbed := certificate.get("absorbed"):
+            listed = _listed([f"{name} ({_percent(part)})" for name, part in absorbed.items()])
             why = f"{listed} hold the difference"
         found.append(Caution(f"The maps add up to {_percent(share)} of the score: {why}."))
     effect = record.ablation["correlation"] if record.ablation else None
     if is_known(effect) and effect < 0.5:
-        found.append(
-            Caution("Taking concepts out of the network has another effect than their relevance says.")
-        )
+        text = "Taking concepts out of the network has another effect than their relevance says."
+        found.append(Caution(text))
     return found
 
 
 def _percent(share: float) -> str:
     """A share that may be negative, as a whole number; no "-0%"."""
     return f"{round(share, 2) + 0.0:.0%}"
-
-
-def _counted(number: int, what: str) -> str:
-    """ "1 concept", "2 concepts"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _listed(items: list[str]) -> str:
