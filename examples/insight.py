@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from drsa_audit import Network, class_folders, load_network
+from drsa_audit import Network, load_network
 from drsa_core import DRSA, stability
 from drsa_core.plot import concept_maps
 from hanzi_watermark import crops, labelled_photos
+from study.classes import class_folders
 from study.matching import ClassConceptTable, match_concepts
 from study.plots import relevance_boxes, relevance_scatter
 from torch import Tensor

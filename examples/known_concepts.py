@@ -3,7 +3,7 @@
 A class is a set of four of six patterns, which lie at random places; the maps of its four concepts should
 be the four patterns. Maps are matched to the masks one to one, and the share of positive relevance inside
 the right mask is reported for DRSA, DSA, the first PRCA and PCA components, random subspaces, and for what
-one might take instead: NMF, ICA, k-means, a sparse dictionary, single channels (`drsa_core.solvers.peers`).
+one might take instead: NMF, ICA, k-means, a sparse dictionary, single channels (`study.peers`).
 
 The five networks are those of known_concepts.safetensors beside this file, so that every machine has the
 same ones. Other settings, or `--train`, train them on the spot.
@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from drsa_core import DRSA, DSA, PCA, PRCA, Pairs, RandomSubspaces, Subspaces
-from drsa_core.solvers.peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
 from safetensors.torch import load_file, save_file
+from study.peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
 from study.plots import known_concepts
 from study.synthetic import PATTERN_NAMES, Matching, PlantedConcepts, Scenes, match_masks
 from torch import Tensor, nn

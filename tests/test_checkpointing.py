@@ -6,12 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-pytest.importorskip("captum")
-pytest.importorskip("zennit")
-
 from captum.attr import (
     LRP,
     DeepLift,
@@ -23,15 +17,20 @@ from captum.attr import (
     LayerIntegratedGradients,
     ShapleyValueSampling,
 )
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zennit.attribution import Gradient, Occlusion
 from zennit.attribution import IntegratedGradients as ZennitIntegratedGradients
 from zennit.composites import BetaSmooth, EpsilonPlus
 
 from captum_drsa import DisentangledAttribution
 from tests.model_state import model_state
-from tests.zennit_adapter.models import subspaces
+from tests.toys import subspaces, vectors
 from zennit_drsa import ConvNetGamma, DisentangledAttributor, DisentangledComposite, SubspaceFilter
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Setting forward, backward hooks", "ignore:.*goes around layer"
+)
 #: Below the layer up to it, around it, and above it.
 SEGMENTS = ("below", "around", "above")
 
@@ -76,49 +75,55 @@ class Checkpointed(nn.Module):
         return result
 
 
-def vectors() -> Tensor:
-    return torch.rand(3, 6, generator=torch.Generator().manual_seed(1)) + 0.1
-
-
-COMPOSITES = {
+COMPOSITES: dict[str, Any] = {
     "none": lambda: None,
     "epsilon plus": EpsilonPlus,
     "smooth": BetaSmooth,
     "convnet gamma": lambda: ConvNetGamma(0.25, canonizers=[]),
 }
-CAPTUM = (LRP, DeepLift, InputXGradient, IntegratedGradients, ShapleyValueSampling)
-LAYER_METHODS = (
-    LayerDeepLift,
-    LayerFeatureAblation,
-    LayerGradientXActivation,
-    LayerIntegratedGradients,
-)
+WRAPPERS: dict[str, Any] = {
+    f"zennit {kind.__name__}, {name}": lambda model, kind=kind, make=make: DisentangledAttributor(
+        kind(model, make()), "act", subspaces(8)
+    )
+    for kind in (Gradient, ZennitIntegratedGradients, Occlusion)
+    for name, make in COMPOSITES.items()
+} | {
+    f"captum {kind.__name__}": lambda model, kind=kind: DisentangledAttribution(
+        kind(model), "act", subspaces(8)
+    )
+    for kind in (LRP, DeepLift, InputXGradient, IntegratedGradients, ShapleyValueSampling)
+}
+
+
+def maps_of(wrapper: str, model: nn.Module) -> Tensor:
+    before = model_state(model)
+    torch.manual_seed(0)
+    found: Tensor = WRAPPERS[wrapper](model).explain(vectors(), 1, whole=False).maps
+    assert model_state(model) == before
+    return found
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)
-@pytest.mark.parametrize("composite", COMPOSITES)
-@pytest.mark.parametrize("attributor", [Gradient, ZennitIntegratedGradients, Occlusion])
-def test_zennit(segment: str, composite: str, attributor) -> None:
-    def maps(model: nn.Module) -> Tensor:
-        before = model_state(model)
-        run = DisentangledAttributor(attributor(model, COMPOSITES[composite]()), "act", subspaces(8))
-        found = run.explain(vectors(), 1, whole=False).maps
-        assert model_state(model) == before
-        return found
-
-    torch.testing.assert_close(maps(Checkpointed(segment)), maps(Checkpointed()), rtol=1e-6, atol=1e-7)
-    with pytest.raises(ValueError, match=r"checkpoint.* use_reentrant=False"):
-        maps(Checkpointed(segment, is_reentrant=True))
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_maps_of_checkpointed_models(segment: str, wrapper: str) -> None:
+    expected = maps_of(wrapper, Checkpointed())
+    torch.testing.assert_close(maps_of(wrapper, Checkpointed(segment)), expected, rtol=1e-6, atol=1e-7)
+    reentrant = Checkpointed(segment, is_reentrant=True)
+    if "Shapley" in wrapper:  # needs no gradients
+        assert torch.equal(maps_of(wrapper, reentrant), expected)
+        return
+    with pytest.raises(ValueError, match=r"checkpoint.* use_reentrant="):
+        maps_of(wrapper, reentrant)
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)
-@pytest.mark.parametrize("composite", ["none", "epsilon plus"])
-@pytest.mark.parametrize("kind", ["composite", "filter"])
-def test_zennit_filters(segment: str, composite: str, kind: str) -> None:
+@pytest.mark.parametrize("composite", ["none", "epsilon plus", "filter"])
+def test_one_concept_with_zennits_own_attributor(segment: str, composite: str) -> None:
     def relevance(model: nn.Module) -> Tensor:
-        chosen = DisentangledComposite(COMPOSITES[composite](), "act", subspaces(8), 0)
-        if kind == "filter" and composite != "none":
-            chosen = EpsilonPlus(canonizers=[SubspaceFilter("act", subspaces(8), 0)])
+        if composite == "filter":
+            chosen: Any = EpsilonPlus(canonizers=[SubspaceFilter("act", subspaces(8), 0)])
+        else:
+            chosen = DisentangledComposite(COMPOSITES[composite](), "act", subspaces(8), 0)
         with Gradient(model, chosen) as attributor:
             for _ in range(2):
                 found: Tensor = attributor(vectors(), torch.eye(5)[[1] * 3])[1]
@@ -128,42 +133,17 @@ def test_zennit_filters(segment: str, composite: str, kind: str) -> None:
 
 
 def test_filters_are_right_in_reentrant_parts_that_torch_can_differentiate() -> None:
-    def gradient(model: nn.Module) -> Tensor | None:
+    def gradient(model: nn.Module) -> Tensor:
         x = vectors().requires_grad_()
         with DisentangledComposite(None, "act", subspaces(8), 0).context(model):
             model(x)[:, 1].sum().backward()
+        assert x.grad is not None
         return x.grad
 
-    plain = gradient(Checkpointed())
-    assert plain is not None
     for segment in SEGMENTS:
-        found = gradient(Checkpointed(segment, is_reentrant=True))
-        assert found is not None
-        assert torch.equal(found, plain)
+        assert torch.equal(gradient(Checkpointed(segment, is_reentrant=True)), gradient(Checkpointed()))
 
 
-@pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
-@pytest.mark.parametrize("segment", SEGMENTS)
-@pytest.mark.parametrize("method", CAPTUM)
-def test_captum(segment: str, method) -> None:
-    def maps(model: nn.Module) -> Tensor:
-        before = model_state(model)
-        torch.manual_seed(0)
-        run = DisentangledAttribution(method(model), "act", subspaces(8))
-        found: Tensor = run.attribute(vectors(), target=1)
-        assert model_state(model) == before
-        return found
-
-    torch.testing.assert_close(maps(Checkpointed(segment)), maps(Checkpointed()), rtol=1e-6, atol=1e-7)
-    reentrant = Checkpointed(segment, is_reentrant=True)
-    if method is ShapleyValueSampling:  # needs no gradients
-        assert torch.equal(maps(reentrant), maps(Checkpointed()))
-        return
-    with pytest.raises(ValueError, match=r"checkpoint.* use_reentrant="):
-        maps(reentrant)
-
-
-@pytest.mark.filterwarnings("ignore:.*goes around layer")
 @pytest.mark.parametrize("has_bypass", [False, True])
 def test_the_second_run_sees_the_activations_of_the_path(has_bypass: bool) -> None:
     """Where copies of the example are run, the second run has the right shape, and had the wrong values."""
@@ -176,9 +156,10 @@ def test_the_second_run_sees_the_activations_of_the_path(has_bypass: bool) -> No
     assert torch.equal(context("around"), context(""))
 
 
-@pytest.mark.filterwarnings("ignore:Setting forward, backward hooks", "ignore:.*goes around layer")
-@pytest.mark.parametrize("method", LAYER_METHODS)
-def test_captum_layer_methods(method) -> None:
+@pytest.mark.parametrize(
+    "method", [LayerDeepLift, LayerFeatureAblation, LayerGradientXActivation, LayerIntegratedGradients]
+)
+def test_captums_layer_methods(method) -> None:
     takes_baselines = method in (LayerDeepLift, LayerIntegratedGradients)
     options: dict[str, Any] = {"baselines": 0.0} if takes_baselines else {}
 
@@ -200,20 +181,6 @@ def test_layers_without_gradients_are_named() -> None:
             with torch.no_grad():
                 return super()._lower(x)
 
-    model = Frozen()
-    for explain in (
-        DisentangledAttributor(Gradient(model), "act", subspaces(8)).explain,
-        DisentangledAttribution(InputXGradient(model), "act", subspaces(8)).explain,
-    ):
+    for wrapper in ("zennit Gradient, none", "captum InputXGradient"):
         with pytest.raises(ValueError, match=r"layer 'act' runs without gradients .* torch.no_grad\(\) away"):
-            explain(vectors(), 1)
-
-
-@pytest.mark.parametrize("method", LAYER_METHODS[1:])
-def test_layer_methods_of_functions_leave_no_hook(method) -> None:
-    model = Checkpointed()
-    before = model_state(model)
-    run = DisentangledAttribution(method(lambda x: model(x), model.first), model.act, subspaces(8))
-    run.attribute(vectors(), target=1)
-    assert model_state(model) == before
-    assert model(vectors()).shape == (3, 5)
+            maps_of(wrapper, Frozen())

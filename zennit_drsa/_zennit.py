@@ -7,8 +7,7 @@ canonizers and rules exchange parameters by attributes and new objects instead o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -94,26 +93,6 @@ def has_cover(hook: Hook) -> bool:
     return replaces_gradient(hook) or getattr(type(hook), "covers_module", False) is True
 
 
-def check_uncovered(model: nn.Module, layer_name: str) -> None:
-    """Refuse a layer inside of a module with a rule for the whole of it.
-
-    Such a rule takes relevance from the module's output to its input; what crosses the layers inside are
-    gradients, or nothing.
-    """
-    name = layer_name
-    while name:
-        name = name.rpartition(".")[0]
-        module = model.get_submodule(name)
-        for hook in hooks_on(module):
-            if replaces_gradient(hook) or getattr(type(hook), "covers_module", False) is True:
-                raise ValueError(
-                    f"layer {layer_name!r} is inside of {name or 'the model'} ({type(module).__name__}), "
-                    f"whose rule {type(hook).__name__} is for the whole of it: no relevance reaches the "
-                    "layer. Choose a layer outside, or that module itself, or give rules to the modules "
-                    "inside instead"
-                )
-
-
 def describe_method(model: nn.Module, slot: str | None, how: str = "GradientContext()") -> str:
     """How contexts are found under the rules that are registered now, for a `Provenance`."""
     rules = describe_rules(model)
@@ -180,16 +159,6 @@ def keeps_of_forward(hook: Hook) -> bool:
 def puts_identities(hook: Hook) -> bool:
     """Whether a hook puts Zennit's identity before its module, which fails where no graph is built."""
     return type(hook).pre_forward is Hook.pre_forward
-
-
-@contextmanager
-def replaced_method(hook: Hook, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another `backward` or `pre_backward` for one hook; Zennit looks them up at every pass."""
-    try:
-        setattr(hook, name, function)
-        yield
-    finally:
-        vars(hook).pop(name, None)
 
 
 def register_positional(hook: Hook, module: nn.Module) -> RemovableHandleList:
@@ -353,41 +322,3 @@ def check_norms(root: nn.Module) -> None:
                 f"{name or 'the model'} is a SyncBatchNorm, which Zennit neither merges nor has a rule for: "
                 "the maps would be wrong. Put a torch.nn.BatchNorm2d with the same state_dict() in its place"
             )
-
-
-def applied_reversibly(canonizer: Canonizer, root: nn.Module) -> list[Any]:
-    """Apply one of Zennit's canonizers; removing what is returned leaves no trace.
-
-    Zennit 1.0.0 hides parameters and statistics behind attributes of the same name, which stay when it takes
-    a canonizer back: changes to the parameters, by an optimiser for instance, would then have no effect.
-    """
-    applied: list[Any] = [_Originals(root)]
-    try:
-        applied = [*canonizer.apply(root), *applied]
-        check_norms(root)
-    except BaseException:
-        for instance in applied:
-            instance.remove()
-        raise
-    return applied
-
-
-class _Originals:
-    """A handle that puts parameters and buffers back in their places, and takes away what hides them."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        for module in root.modules():
-            names = [*module._parameters, *module._buffers, "eps"]
-            hidden = {name: vars(module)[name] for name in names if name in vars(module)}
-            self._modules.append((module, dict(module._parameters), dict(module._buffers), hidden))
-
-    def remove(self) -> None:
-        """Restore the model; a second call does nothing."""
-        while self._modules:
-            module, parameters, buffers, hidden = self._modules.pop()
-            for name in [*parameters, *buffers, "eps"]:
-                vars(module).pop(name, None)
-            vars(module).update(hidden)
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)

@@ -58,18 +58,21 @@ from .shared_passes import check_differentiable, shared_passes
 
 
 @dataclass(frozen=True)
-class _Attribution:
-    """What one attribution gives: maps (N, K, *input), and a and c at the layer.
-
-    `maps` is None if only the context was asked for.
-    """
+class _Step1:
+    """The model's output, a and c at the layer, and what concept maps cannot hold."""
 
     output: Tensor
     activation: Tensor
     context: Tensor
     lost: float
     around: float | None
-    maps: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Attribution(_Step1):
+    """Step 1, and the maps (N, K, *input)."""
+
+    maps: Tensor
 
 
 class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
@@ -182,12 +185,12 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
 
     def __copy__(self) -> Self:
         copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
+        copied.__dict__.update(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = object.__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -197,7 +200,11 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         )
 
     def _session(self) -> AbstractContextManager[Any]:
-        return nullcontext(self) if self._registered is not None else self
+        if self._registered is None:
+            return self
+        # Ctrl-C may leave a parameter exchanged or a hook behind, and may be caught inside the context.
+        # Validation registers the composite anew.
+        return restored(self.model, also=self.composite.hook_refs) if self.validated else nullcontext(self)
 
     def __call__(self, input: Tensor, attr_output: Tensor | AttrOutput | None = None) -> Any:
         """Output of the model and relevance (N, K, *input), (N, K + 1, *input) with the residual."""
@@ -368,7 +375,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
             return step.output, torch.stack(maps)
 
         maps = _by_concept(self.attributor, gradient, self._fitted().n_subspaces, x, start)
-        return _Attribution(step.output, step.activation, step.context, step.lost, step.around, maps)
+        return _Attribution(**vars(step), maps=maps)
 
     def _below(self, activation: Tensor, point: Tensor, cotangent: Tensor) -> Tensor:
         return gradients_at_inputs(
@@ -396,9 +403,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
             occlusion = copy.copy(self.attributor)
             occlusion.model = first if k == 0 else lambda _, k=k, again=again: next(again)[:, k : k + 1]
             maps.append(occlusion.forward(x, lambda score: score)[1])
-        return _Attribution(
-            step.output, step.activation, step.context, step.lost, step.around, torch.stack(maps, dim=1)
-        )
+        return _Attribution(**vars(step), maps=torch.stack(maps, dim=1))
 
     def _whole(self, x: Tensor, start: AttrOutput) -> Tensor:
         whole: Tensor = self.attributor.forward(x.clone(), start)[1]
@@ -416,7 +421,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ step 1
 
-    def _context(self, x: Tensor, start: AttrOutput, target: Any) -> _Attribution:
+    def _context(self, x: Tensor, start: AttrOutput, target: Any) -> _Step1:
         """The model's output, the activation a, its context c, and what concept maps cannot hold."""
         if self._perturbs and not self._passes_relevance:
             start = gradient_of_score(start)
@@ -427,7 +432,7 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
             is_index = target is not None and not callable(target) and not is_float(target)
             request = self._request(x, target if is_index else ScoreOf(start))
             activation, context = IntegratedGradientsContext(self.context_steps)(request)
-        return _Attribution(split.output.detach(), activation, context, split.lost, split.around)
+        return _Step1(split.output.detach(), activation, context, split.lost, split.around)
 
     def _split(self, x: Tensor, start: AttrOutput, create_graph: bool = False) -> Split:
         return Split(
@@ -465,7 +470,8 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
         if target is None:
             return checked_start(self.attr_output_fn)
         if is_float(target):
-            return checked_start(lambda output: target)
+            attr_output: Any = target
+            return checked_start(lambda output: attr_output)
         is_relevance = self._passes_relevance
 
         def start(output: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Self, TypeAlias
 
 import torch
-from drsa_core.lrp import ModuleEdits, linear_norm, passing, passing_forward, registered_copy, with_operations
+from drsa_core.lrp import ModuleEdits, linear_norm, passing_forward, registered_copy, scaled, with_operations
 from drsa_core.nfnet import KNOWN_GATES, NFNetCanonizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,7 +90,7 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
         self.carries_relevance = True
 
     def _sum(self, block: Any) -> None:
-        """Have the sums in a block's own code made by a module, its `canonical_sum`."""
+        """Have the sums in a block's own code made by its `canonical_sum`; scalings there pass relevance."""
         if any(
             getattr(block, flag, True) is False for flag in ("has_skip", "use_res_connect", "apply_residual")
         ):
@@ -101,12 +101,7 @@ class NetworkCanonizer(Canonizer):  # type: ignore[misc]
             result: Tensor = block.canonical_sum(torch.stack((x, y), dim=-1))
             return result
 
-        self._forward(block, with_operations(block.forward, add=add))
-
-    def _sum_of(self, block: Any, terms: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Have a block return the sum of two terms, made by its `canonical_sum`."""
-        self._edits.child(block, "canonical_sum", Sum())
-        self._forward(block, lambda x: block.canonical_sum(torch.stack(terms(x), dim=-1)))
+        self._forward(block, with_operations(block.forward, add=add, mul=scaled))
 
     def _pool(self, module: nn.Module, forward: Forward) -> None:
         """Give a module another forward, which pools by its `canonical_pool`."""
@@ -232,7 +227,15 @@ _TIMM = {
 }
 _TIMM_KNOWN = "EfficientNet (Lite, too), MobileNetV2 and V3, ResNet, ResNeXt, RegNet, DenseNet, ConvNeXt"
 _TIMM_BLOCKS = (
-    *("BasicBlock", "Bottleneck", "PreBottleneck", "ConvBnAct", "DepthwiseSeparableConv", "EdgeResidual"),
+    *(
+        "BasicBlock",
+        "Bottleneck",
+        "PreBottleneck",
+        "ConvNeXtBlock",
+        "ConvBnAct",
+        "DepthwiseSeparableConv",
+        "EdgeResidual",
+    ),
     *("InvertedResidual", "UniversalInvertedResidual"),
 )
 # What only calls its children or concatenates, and layers that composites know or that select values.
@@ -288,8 +291,6 @@ class TimmCanonizer(NetworkCanonizer):
         self._merge_norms(name, module)
         if known in _TIMM_BLOCKS:
             self._sum(module)
-        elif known == "ConvNeXtBlock":
-            self._convnext_block(module)
         elif known in ("LayerNorm", "LayerNorm2d"):
             self._norm(module)
         elif known == "FastAdaptiveAvgPool":
@@ -306,19 +307,6 @@ class TimmCanonizer(NetworkCanonizer):
                 f"canonical form; known are the blocks of {_TIMM_KNOWN}, with {', '.join(KNOWN_GATES)} as "
                 "attention"
             )
-
-    def _convnext_block(self, block: Any) -> None:
-        def terms(x: Tensor) -> tuple[Tensor, Tensor]:
-            z = block.conv_dw(x)
-            if block.use_conv_mlp:
-                z = block.mlp(block.norm(z))
-            else:
-                z = block.mlp(block.norm(z.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-            if block.gamma is not None:
-                z = passing(z, lambda value: value * block.gamma.reshape(1, -1, 1, 1))
-            return block.drop_path(z), block.shortcut(x)
-
-        self._sum_of(block, terms)
 
 
 def _networks(root: nn.Module, library: str, networks: dict[str, str]) -> list[nn.Module]:
@@ -404,8 +392,6 @@ class TorchvisionCanonizer(NetworkCanonizer):
         self._merge_norms(name, module)
         if known in ("LayerNorm", "LayerNorm2d"):
             self._norm(module)
-        elif library == "torchvision" and known == "CNBlock":
-            self._sum_of(module, lambda x: (passing(module.block(x), lambda z: module.layer_scale * z), x))
         elif library == "torchvision" and known in _TORCHVISION_BLOCKS:
             self._sum(module)
         elif library == "torchvision" and known in _POOLED:
@@ -426,7 +412,7 @@ def _shufflenet_features(net: Any, x: Tensor) -> Tensor:
 
 _TORCHVISION_BLOCKS = (
     *("BasicBlock", "Bottleneck", "FusedMBConv", "InvertedResidual", "MBConv", "ResBottleneckBlock"),
-    "_InvertedResidual",
+    *("_InvertedResidual", "CNBlock"),
 )
 # Networks that pool in their own code: what is before the pooling, and the name of what is behind it.
 _POOLED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {

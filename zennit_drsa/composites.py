@@ -231,7 +231,8 @@ class SubspaceFilter(Canonizer):  # type: ignore[misc]
         if subspaces is None or (concept is None and subspaces.is_complete):
             return context
         if concept is None:
-            return sum(subspaces.project_context(context, k, dim) for k in range(subspaces.n_subspaces))
+            parts = [subspaces.project_context(context, k, dim) for k in range(subspaces.n_subspaces)]
+            return torch.stack(parts).sum(0)
         if isinstance(concept, int | str):
             return subspaces.project_context(context, concept, dim)
         indices = torch.as_tensor(concept)

@@ -10,14 +10,11 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from inspect import Parameter, signature
-from typing import Any
 
 import torch
-from drsa_core.layer import batch_dependence, eager, find_layer, positional_inputs
-from drsa_core.lrp import check_exchangeable, is_additive
+from drsa_core.layer import eager
 from drsa_core.model_state import restored
 from drsa_core.nfnet import NFNetCanonizer
 from torch import Tensor, nn
@@ -26,25 +23,16 @@ from zennit.composites import EpsilonPlus
 from zennit.core import Composite
 
 from ._zennit import (
-    check_norms,
-    exchanges_parameters,
-    has_cover,
-    holds_relevance,
-    hooks_by_module,
     hooks_on,
     is_merged,
-    keeps_of_forward,
-    puts_identities,
-    register,
     running_statistics,
-    runs_with_input_alone,
     take_hooks_off,
-    unregister,
 )
-from .canonizers import CANONIZERS, kind
+from .canonizers import CANONIZERS
 from .family_composites import NFNetGamma, TransformerGamma
-from .kept import BIASES, CanonicalPart, tensors_in
+from .kept import BIASES, CanonicalPart
 from .operations import Watch
+from .validity import Checks, relative_change, under, validate
 
 __all__ = ["Diagnosis", "LayerRelevance", "doctor", "remedies", "validate"]
 
@@ -75,7 +63,7 @@ class Diagnosis:
     Attributes
     ----------
     relevance : float
-        Relevance that was started with: the explained logits, summed over the batch.
+        The explained logits, summed over the batch.
     layers : list of LayerRelevance
         All modules that relevance crossed, in the order of the forward pass.
     unmerged_norms, without_rule, non_finite : list of str
@@ -192,7 +180,7 @@ def doctor(
     model : module
         With an output of shape (N, classes).
     composite : zennit.core.Composite
-        With its canonizers; not registered at the moment.
+        With its canonizers; not registered.
     input : tensor, shape (N, …)
         A few real inputs.
     target : int or tensor of shape (N,), optional
@@ -238,227 +226,6 @@ def doctor(
     return diagnosis
 
 
-def validate(
-    model: nn.Module,
-    composite: Composite | None,
-    layer: str | nn.Module,
-    example: Tensor,
-    *,
-    registered: bool = False,
-    slot: str | None = None,
-) -> None:
-    """Refuse a model on which these rules would give wrong maps without an error.
-
-    The model is left as it was.
-
-    Parameters
-    ----------
-    model : module
-    composite : zennit.core.Composite or None
-        None stands for plain gradients or, if `registered`, for whatever rules are on the model.
-    layer : str or module
-        The concept layer.
-    example : tensor, shape (N, …)
-        An input; one example of it is run, or all if the output depends on the batch.
-    registered : bool
-        Whether the composite is on the model already. It is there afterwards, too.
-    slot : {"relevance", "gradient"}, optional
-        What the gradient slot holds, if the user has said so; the rules are then taken as they are.
-
-    Raises
-    ------
-    ValueError
-        If a norm has no rule, if a weight that rules exchange is no parameter, if a module with a rule runs
-        twice, without gradients or with further arguments, if the layer is inside of a module whose rule is
-        for the whole of it, or if canonizers change the output.
-    """
-    model = eager(model)
-    layer_name, _ = find_layer(model, layer)
-    is_training = batch_dependence(model)[0] is not None
-    example = (example if is_training else example[:1]).detach()
-    canonizers = [] if composite is None else composite.canonizers
-    keeps_output = all(getattr(type(canonizer), "keeps_output", False) is True for canonizer in canonizers)
-
-    def run(build_graph: bool) -> Any:
-        with torch.set_grad_enabled(build_graph):
-            return model(example.clone().requires_grad_(build_graph).clone())
-
-    def under_rules() -> Any:
-        if slot is None:
-            _check_cover(model, layer_name)
-            _check_carriers(model, composite)
-        with _Checks(model).watching():
-            return run(True)
-
-    rules = None if registered else composite
-    with torch.random.fork_rng({example.device} if example.is_cuda else ()), torch.inference_mode(False):
-        with restored(model, *_registration(rules, model)):
-            canonized = under_rules()
-        if keeps_output or is_training or not isinstance(canonized, Tensor):
-            return
-        if registered and composite is not None:
-            unregister(composite)
-        try:
-            with restored(model):
-                untouched = run(False)
-        finally:
-            if registered and composite is not None:
-                register(composite, model)
-    change = _relative_change(canonized.detach(), untouched)
-    # Merging batch norms rounds differently; half precision has few digits.
-    tolerance = 1e-3 if untouched.dtype in (torch.float32, torch.float64) else 0.05
-    if untouched.isfinite().all() and not change <= tolerance:
-        raise ValueError(
-            f"the composite changes the model's output by {change:.1%} of its largest value, so that "
-            f"another function would be explained (canonizers: "
-            f"{', '.join(type(canonizer).__name__ for canonizer in canonizers)}); see zennit_drsa.doctor for "
-            "canonizers that suit this model"
-        )
-
-
-# ---------------------------------------------------------------------- what rules cannot serve
-
-
-def _check_cover(model: nn.Module, layer_name: str) -> None:
-    """Refuse a layer inside of a module with a rule for the whole of it: no relevance reaches the layer."""
-    name = layer_name
-    while name:
-        name = name.rpartition(".")[0]
-        module = model.get_submodule(name)
-        for hook in filter(has_cover, hooks_on(module)):
-            raise ValueError(
-                f"layer {layer_name!r} is inside of {name or 'the model'} ({type(module).__name__}), whose "
-                f"rule {type(hook).__name__} is for the whole of it: no relevance reaches the layer. Choose "
-                "a layer outside, or that module itself, or give rules to the modules inside instead"
-            )
-
-
-def _check_carriers(model: nn.Module, composite: Composite | None) -> None:
-    """Refuse gradients of a model in which a canonizer has modules hand relevance on in their place."""
-    for handle in [] if composite is None or holds_relevance(model) else composite.handles:
-        if getattr(handle, "carries_relevance", False):
-            raise ValueError(
-                f"{type(handle).__name__} makes modules of this {type(model).__name__} hand relevance on, "
-                "but no rule that carries relevance is active: what comes out would be neither that nor a "
-                "gradient. Leave the canonizer out, as gradients need none, or use LRP rules"
-            )
-
-
-class _Checks:
-    """Modules with rules, watched in a forward pass: each must run once, with one input and its own weights.
-
-    Rules that keep the input of their module (Zennit's `BasicHook`, `GraphRule` here) would compute the
-    relevance of a first run with the input of the second.
-
-    Parameters
-    ----------
-    model : module
-        With its rules registered.
-    refuse : bool
-        Whether second runs and derived weights are errors, or listed in `reused` and `derived`.
-    """
-
-    def __init__(self, model: nn.Module, refuse: bool = True) -> None:
-        self._model, self._refuse = model, refuse
-        self._names = {module: name for name, module in model.named_modules()}
-        self._ran: set[nn.Module] = set()
-        self.reused: dict[str, None] = {}
-        self.derived: dict[str, None] = {}
-        if holds_relevance(model):
-            check_norms(model)
-        for module, hook in hooks_by_module(model):
-            if exchanges_parameters(hook):
-                check_exchangeable(module, self._names[module])
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Check forward passes that are made in this context."""
-        ruled = [(name, module) for module, name in self._names.items() if hooks_on(module)]
-        handles = [m.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True) for _, m in ruled]
-        handles += positional_inputs(m for _, m in ruled)  # the last to be prepended is the first to run
-        # Before its first pass a `SubspaceFilter` makes one of its own.
-        handles.append(self._model.register_forward_pre_hook(lambda *_: self._ran.clear()))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _check(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name = self._names[module]
-        where = f"{name!r} ({type(module).__name__})"
-        needs_graph = any(x.requires_grad for x in tensors_in((args, kwargs)))
-        for hook in hooks_on(module):
-            if needs_graph and not torch.is_grad_enabled() and puts_identities(hook):
-                raise ValueError(
-                    f"module {name!r} runs without gradients inside of the model, where rules cannot be "
-                    "applied: switch checkpointing off, or set use_reentrant=False in it; or take "
-                    "the torch.no_grad() away"
-                )
-            if module in self._ran and keeps_of_forward(hook):
-                self.reused.setdefault(f"{name} ({type(module).__name__}: {type(hook).__name__})")
-                if self._refuse:
-                    raise ValueError(
-                        f"module {where} runs more than once in a forward pass, but its rule "
-                        f"{type(hook).__name__} remembers one input only: the maps would be wrong. Give each "
-                        "use a module of its own, for instance copy.deepcopy(module), which has the same "
-                        "weights; or use a composite without such a rule there, such as ConvNetGamma, or none"
-                    )
-            if runs_with_input_alone(hook) and (further := _further_arguments(module, args, kwargs)):
-                raise ValueError(
-                    f"module {where} is called with more than its input ({', '.join(further)}), but its "
-                    f"rule {type(hook).__name__} runs it again with that input only: the maps would be "
-                    "wrong. Have the model apply what the argument does outside of this module, or use "
-                    "other rules"
-                )
-        # A run without a graph is not differentiated; it does harm if it comes after one with a graph.
-        if needs_graph and torch.is_grad_enabled():
-            if module not in self._ran and any(map(exchanges_parameters, hooks_on(module))):
-                self._check_weights(module, args)
-            self._ran.add(module)
-
-    def _check_weights(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # What a canonizer has written, and layers of torch, use their parameters as they are.
-        is_known = "forward" in vars(module) or kind(module).__module__.partition(".")[0] == "torch"
-        if is_known or module.training or not module._parameters or is_additive(module, args[0][:1].detach()):
-            return
-        self.derived.setdefault(f"{self._names[module]} ({type(module).__name__})")
-        if self._refuse:
-            raise ValueError(
-                f"layer {self._names[module]!r} ({type(module).__name__}) does not use its parameters "
-                "directly (standardised weights or low-rank updates, for instance), so that LRP rules cannot "
-                "exchange them. Explain a copy of the model with torch's own layer there and the weights "
-                "that this one works out to, or use rules that leave weights alone (γ = 0, Epsilon)"
-            )
-
-
-def _further_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Arguments but for the first that differ from their defaults."""
-    if len(args) < 2 and not kwargs:
-        return []
-    known = list(signature(module.forward).parameters.values())
-    places = [p.name for p in known if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
-    given = {
-        **{places[i] if i < len(places) else "further arguments": x for i, x in enumerate(args) if i},
-        **kwargs,
-    }
-    defaults = {p.name: p.default for p in known}
-
-    def is_default(name: str, value: object) -> bool:
-        default = defaults.get(name, Parameter.empty)
-        # Tensors compare entry by entry, and none of them is a default.
-        return value is default or (isinstance(value, bool | int | float | str) and value == default)
-
-    return [name for name, value in given.items() if not is_default(name, value)]
-
-
-def _registration(composite: Composite | None, model: nn.Module) -> tuple[Callable[[], None], ...]:
-    """What `restored` is to do on the way in and out, to have the rules on the model meanwhile."""
-    if composite is None:
-        return ()
-    return lambda: register(composite, model), lambda: unregister(composite)
-
-
 # ---------------------------------------------------------------------- one examination
 
 
@@ -476,7 +243,7 @@ def _examine(model: nn.Module, composite: Composite, input: Tensor, target: int 
     classes = _checked_classes(target, original)
     names = {module: name for name, module in model.named_modules()}
 
-    with restored(model, *_registration(composite, model)), ExitStack() as stack:
+    with under(composite, model), ExitStack() as stack:
         modules = list(model.modules())
         names |= {module: name for name, module in model.named_modules()}
         for module in modules:
@@ -489,7 +256,7 @@ def _examine(model: nn.Module, composite: Composite, input: Tensor, target: int 
             is_norm = module in replaced and next(module.children(), None) is None and _has_bias(module)
             if isinstance(module, CanonicalPart) or is_norm:
                 rules.setdefault(module, "canonical form")
-        watch, checks = Watch(), _Checks(model, refuse=False)
+        watch, checks = Watch(), Checks(model, refuse=False)
         stack.enter_context(watch.measured(modules))
         with checks.watching(), torch.enable_grad():
             x = input.detach().clone().requires_grad_()
@@ -567,7 +334,7 @@ def _examine(model: nn.Module, composite: Composite, input: Tensor, target: int 
         drift=drift,
         lost_in_layers_with_bias=lost.pop(f"{BIASES} True", 0.0),
         lost_in_other_layers=lost.pop(f"{BIASES} False", 0.0),
-        logit_change=_relative_change(output.detach(), original),
+        logit_change=relative_change(output.detach(), original),
         training=[n or "(model)" for n in training if not any(parent in training for parent in _parents(n))],
         kept=dict(lost),
         reused=list(checks.reused),
@@ -591,22 +358,17 @@ def _has_bias(module: nn.Module) -> bool:
     return getattr(module, "bias", None) is not None or is_norm
 
 
-def _relative_change(output: Tensor, original: Tensor) -> float:
-    return float((output - original).abs().max() / original.abs().max().clamp(min=1e-30))
-
-
 def _checked_output(output: object, batch: int) -> Tensor:
     wish = "the model's output must be one tensor of shape (N, classes)"
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        found = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(
-            f"{wish}, got {type(output).__name__}; wrap the model so that it returns the logits, one of "
+            f"{wish}, got {found}; wrap the model so that it returns the logits, in floating point, one of "
             "transformers by TransformersModel"
         )
     if output.ndim != 2 or len(output) != batch or not output.shape[1]:
         hint = "; add the axis of classes, as in output[:, None]" if output.ndim == 1 else ""
         raise ValueError(f"{wish}, got {tuple(output.shape)} for {batch} examples{hint}")
-    if not output.is_floating_point():
-        raise TypeError(f"{wish}, with logits in floating point, got {output.dtype}")
     return output
 
 
@@ -614,11 +376,9 @@ def _checked_classes(target: int | Tensor | None, output: Tensor) -> Tensor:
     """The class to explain, one for each example."""
     examples, classes = output.shape
     chosen = output.argmax(1) if target is None else torch.as_tensor(target, device=output.device)
-    if chosen.is_floating_point() or chosen.dtype == torch.bool:
-        raise TypeError(f"target must be an int or a tensor of ints, got {chosen.dtype}")
-    if chosen.shape not in ((), (examples,)):
+    if chosen.is_floating_point() or chosen.shape not in ((), (examples,)):
         raise ValueError(
-            f"target must be one class or one for each of the {examples} examples, got {chosen.shape}"
+            f"target must be one class (int) or one for each of the {examples} examples, got {target}"
         )
     if bool((chosen < 0).any()) or bool((chosen >= classes).any()):
         raise ValueError(f"target must be in 0 … {classes - 1}, got {chosen.tolist()}")
@@ -697,14 +457,15 @@ def _suggest(
             "give each use of these modules a module of its own, for instance copy.deepcopy(module), which "
             f"has the same weights, or {_WITHOUT_LRP}"
         )
-    rewrite = (
-        "write the operations as modules, in the model or by a canonizer (torch.nn.AdaptiveAvgPool2d for "
-        f"pooling, zennit.layer.Sum for sums, torch.nn.ReLU and its kin), or {_WITHOUT_LRP}"
-    )
     if best is None or len(best[1]) >= len(diagnosis.findings):
-        return f"nothing here makes LRP valid on this model as it is: {rewrite}"
-    text, findings = best
-    return f"{text}; no canonizer here knows what is left ({_shorten(findings, '; ')}): {rewrite}"
+        best = "nothing here makes LRP valid on this model as it is", diagnosis.findings
+    else:
+        best = f"{best[0]}; no canonizer here knows what is left ({_shorten(best[1], '; ')})", best[1]
+    return (
+        f"{best[0]}: write the operations as modules, in the model or by a canonizer "
+        "(torch.nn.AdaptiveAvgPool2d for pooling, zennit.layer.Sum for sums, torch.nn.ReLU and its kin), or "
+        f"{_WITHOUT_LRP}"
+    )
 
 
 def _shorten(names: Sequence[str], separator: str = ", ", limit: int = 4) -> str:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, TypeAlias
+from inspect import signature
+from typing import Any, Self, TypeAlias
 
 import torch
 from drsa_core.checks import warn_user
@@ -40,7 +41,13 @@ THRESHOLD = 1e-3
 """δ of `threshold` (Note K, numerical stability)."""
 
 
-class GraphRule(Hook, ABC):  # type: ignore[misc]
+class _Rule(Hook):  # type: ignore[misc]
+    def copy(self) -> Self:
+        """A rule with the same parameters, for another module."""
+        return type(self)(**{name: getattr(self, name) for name in signature(type(self)).parameters})
+
+
+class GraphRule(_Rule, ABC):
     """A rule R_j = Σ_s x_s ⊙ ∂z/∂x_s · (R ⊘ z), whose graph of z serves every backward pass of one forward.
 
     Subclasses say which inputs x_s enter and what z is. K backward passes cost one modified forward pass and
@@ -69,16 +76,15 @@ class GraphRule(Hook, ABC):  # type: ignore[misc]
         """Redistribute the relevance that arrives in `grad_output`."""
         relevance = grad_output[0]
         higher_order = relevance.requires_grad
-        graph = None if higher_order else self._graph
-        if graph is None:
+        if higher_order or self._graph is None:
             input = kept(self, "input")[0]
             with torch.enable_grad():
                 inputs, z = self.graph(module, input.clone() if higher_order else input.detach())
                 denominator = stabilized(z, self.stabilizer)
-            graph = inputs, z, denominator if higher_order else denominator.detach()
-        if not higher_order:
-            self._graph = graph
-        inputs, z, denominator = graph
+            if not higher_order:
+                self._graph = inputs, z, denominator.detach()
+        else:
+            inputs, z, denominator = self._graph
         gradients = torch.autograd.grad(
             z, inputs, relevance / denominator, retain_graph=True, create_graph=higher_order
         )
@@ -124,12 +130,8 @@ class PositiveGamma(GraphRule):
         with exchanged(module, parameters):
             return [input], module.forward(input)
 
-    def copy(self) -> PositiveGamma:
-        """A rule with the same parameters."""
-        return PositiveGamma(self.gamma, self.stabilizer)
 
-
-class ZeroRule(Hook):  # type: ignore[misc]
+class ZeroRule(_Rule):
     """LRP-0: R_j = Σ_k a_j w_jk / z_k · R_k (Note A), by the layer's own gradient: no forward pass more.
 
     R ⊘ z goes into the layer's backward pass, and what comes out is multiplied by a.
@@ -166,10 +168,6 @@ class ZeroRule(Hook):  # type: ignore[misc]
         result = grad_input[0] * (input if grad_input[0].requires_grad else input.detach())
         return (result, *[None] * (len(grad_input) - 1))
 
-    def copy(self) -> ZeroRule:
-        """A rule with the same parameters."""
-        return ZeroRule(self.stabilizer)
-
 
 class PixelBox(GraphRule):
     """The z^B-rule for pixels in [l, h]: z_j = Σ_i x_i w_ij − l_i w⁺_ij − h_i w⁻_ij (Note A). It has no bias.
@@ -196,12 +194,8 @@ class PixelBox(GraphRule):
         inputs = [tensor.requires_grad_() for tensor in inputs]
         return inputs, _box_denominator(module, inputs)
 
-    def copy(self) -> PixelBox:
-        """A rule with the same parameters."""
-        return PixelBox(self.low, self.high, self.stabilizer)
 
-
-class ForwardRule(Hook):  # type: ignore[misc]
+class ForwardRule(_Rule):
     """Zennit hook for a rule that is written as a graph of ordinary operations, built in the forward pass.
 
     Unlike Zennit's `BasicHook`, which computes its denominators anew in each backward pass, all backward
@@ -214,12 +208,10 @@ class ForwardRule(Hook):  # type: ignore[misc]
         return register_positional(self, module)
 
     def pre_forward(self, module: nn.Module, input: tuple[Tensor, ...]) -> Tensor | None:
-        """Nothing to prepare, unless a rule says so."""
-        return None
+        """What stands in the place of the input, if anything."""
 
     def forward(self, module: nn.Module, input: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        """The output as it is, unless a rule says otherwise."""
-        return None
+        """What stands in the place of the output, if anything."""
 
 
 class GeneralizedGamma(ForwardRule):
@@ -292,10 +284,6 @@ class GeneralizedGamma(ForwardRule):
         denominator = denominator - self.gamma / 2 * b.view(-1, *(1,) * (z.ndim - 2))
         return OverDenominator.apply(denominator, z.detach(), self.threshold, self.stabilizer)
 
-    def copy(self) -> GeneralizedGamma:
-        """A hook of the same parameters for another module."""
-        return type(self)(self.gamma, self.threshold, self.bias, self.stabilizer)
-
     def remove(self) -> None:
         """Forget the absolute parameters."""
         self._absolute, self._version = {}, None
@@ -336,10 +324,6 @@ class BoundedInput(ForwardRule):
             denominator = denominator - b.view(-1, 1, 1)
         return OverDenominator.apply(denominator, output.detach(), self.threshold)
 
-    def copy(self) -> BoundedInput:
-        """A hook of the same parameters for another module."""
-        return type(self)(self.low, self.high, self.threshold, self.bias)
-
 
 class PassLarge(ForwardRule):
     """R(z) = R(a) for an orphan activation or a gate, and 0 where |z| ≤ threshold (Note K, cases 3 and 4).
@@ -355,10 +339,6 @@ class PassLarge(ForwardRule):
         """Mark where relevance is dropped."""
         (z,) = input
         return DropSmall.apply(z, self.threshold) if z.requires_grad and is_active(self) else None
-
-    def copy(self) -> PassLarge:
-        """A hook of the same parameters for another module."""
-        return type(self)(self.threshold)
 
 
 def _box_denominator(module: nn.Module, inputs: list[Tensor]) -> Tensor:

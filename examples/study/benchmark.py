@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from drsa_audit import Network, class_folders, load_network
+from drsa_audit import Network, load_network
 from drsa_audit.wrappers import NAMES as BACKENDS
 from drsa_core import concept_vectors
 
 from .backends import Backend, with_gamma, with_upper_gamma
 from .checks import check_by_ablation, check_stability, compare_gammas
-from .classes import ClassImages, find_classes
+from .classes import ClassImages, class_folders, find_classes
 from .experiment import Evaluation, Experiment, OutOfTime, Record
 from .figures import draw_figures
 from .jobs import LEARNED, LINES, SINGLE, Job, labelled_job, learned_job, of_concepts, random_job, single_job

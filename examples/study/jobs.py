@@ -24,7 +24,8 @@ from drsa_core import (
     ibd_subspaces,
     netdissect_subspaces,
 )
-from drsa_core.solvers.peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
+
+from .peers import ICA, NMF, Channels, Directions, KMeansDirections, SparseDictionary
 
 SINGLE = ("max-rel", "pca", "prca")  # methods for one subspace of d dimensions
 LEARNED = ("drsa", "drsa-balanced", "dsa")  # K subspaces of D/K dimensions

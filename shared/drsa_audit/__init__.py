@@ -17,21 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .auditing import Audit, audit
-    from .images import class_folders, load_images, photo_files
+    from .images import load_images, photo_files
     from .networks import Network, load_network
     from .progress import BadInput
     from .settings import AuditSettings
 
 _MODULES = {
-    "Audit": "auditing",
-    "AuditSettings": "settings",
-    "BadInput": "progress",
-    "Network": "networks",
-    "audit": "auditing",
-    "class_folders": "images",
-    "load_images": "images",
-    "load_network": "networks",
-    "photo_files": "images",
+    "auditing": ("Audit", "audit"),
+    "images": ("load_images", "photo_files"),
+    "networks": ("Network", "load_network"),
+    "progress": ("BadInput",),
+    "settings": ("AuditSettings",),
 }
 
 __all__ = [
@@ -40,7 +36,6 @@ __all__ = [
     "BadInput",
     "Network",
     "audit",
-    "class_folders",
     "load_images",
     "load_network",
     "photo_files",
@@ -48,9 +43,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

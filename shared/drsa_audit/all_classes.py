@@ -22,7 +22,7 @@ from .progress import BadInput, Progress
 from .session import inputs_decided_by, metadata_of, open_session
 from .settings import FitSettings
 from .steps import AUTO
-from .work import Work, digest
+from .work import digest
 from .wrappers import repeatable
 
 ALL = "all"
@@ -68,16 +68,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
     One pass over all images, then one fit for each class; under `torchrun` batches and classes are shared by
     the ranks. A run that was interrupted goes on; one with other images or another preprocessing is refused,
     also if a file that could not be read was repaired. Fits are not repeated: stability is not tested.
-
-    Returns
-    -------
-    ClassIndex
-        Classes without an image that can be read are in `failed`.
-
-    Raises
-    ------
-    BadInput
-        Also if no class has concepts in the end.
+    Classes without an image that can be read are in `failed`.
     """
     if settings.subspaces == AUTO:
         raise BadInput(f"--target {ALL} needs a number of concepts, got --subspaces {AUTO}")
@@ -133,7 +124,7 @@ def run_fit_all(settings: FitSettings, progress: Progress) -> ClassIndex:
                 progress=progress.shown,
                 ranks=ranks,
             )
-        unreadable = [text for said in ranks.messages(images.unreadable) for text in said]
+        unreadable = [text for said in ranks.all_gather(images.unreadable) for text in said]
         if unreadable:
             progress.note(skipped(unreadable, len(images)))
         return _completed(index, targets, by_class, network, settings.model_name, ranks)
@@ -159,26 +150,23 @@ def _check_images(settings: FitSettings, network: Network, files: list[tuple[Pat
     Pairs lie there by the number of their batch, which does not tell from what they came.
     """
     names = [[str(file.relative_to(settings.train)), output] for file, output in files]
+    decided = {**inputs_decided_by(network, [file for file, _ in files]), "names": names}
     here = {
         "preprocessing": network.describe_preprocessing(),
-        "batch_size": settings.batch_size,
-        "images": len(files),
-        "digest": digest({**inputs_decided_by(network, [file for file, _ in files]), "names": names}),
+        "batch size": settings.batch_size,
+        "number of images": len(files),
+        "names or contents of images": digest(decided),
     }
     file = settings.out / INPUTS
     if not file.exists():
-        Work(settings.out)  # made, if it can be
+        settings.out.mkdir(parents=True, exist_ok=True)
         write_json(file, here)
         return
     there = read_json(file)
-    other = [
-        f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]
-    ]
-    if other:
-        known = "; ".join(text for text in other if not text.startswith("digest"))
+    if other := [key for key in here if there.get(key) != here[key]]:
         raise BadInput(
-            f"{settings.out} was learned from other inputs ({known or 'images of other names or contents'}); "
-            "use another folder, or remove this one"
+            f"{settings.out} was learned from other inputs ({', '.join(other)}); use another folder, or "
+            "remove this one"
         )
 
 

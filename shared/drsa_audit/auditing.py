@@ -9,12 +9,10 @@ import math
 import os
 import shlex
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drsa_core import Pairs, Subspaces, model_fingerprint
 from drsa_core.evaluation import peakness, separability
@@ -30,7 +28,7 @@ from .results import AuditRecord, Explained
 from .session import Session, open_session
 from .settings import AuditSettings, EvaluateSettings, ExplainSettings, FitSettings
 from .steps import Learned, ablate, collect, explain, flip_patches, learn, relevance_of
-from .work import Work, check_out, files_digest, subspaces_digest, work_folder
+from .work import Work, check_out, files_digest, work_folder
 from .wrappers import NAMES
 
 #: Images of other classes, at most, whose concepts are looked at: in all, and of one class.
@@ -44,22 +42,10 @@ POOL, DPI = 4, 90
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """What an audit found."""
 
-    Attributes
-    ----------
-    report : path
-        The HTML file.
-    work : path
-        Folder with pairs, subspaces and maps.
-    verdict : Verdict
-    record : AuditRecord
-    explained : Explained
-    subspaces : Subspaces
-    """
-
-    report: Path
-    work: Path
+    report: Path  # the HTML file
+    work: Path  # folder with pairs, subspaces and maps
     verdict: Verdict
     record: AuditRecord
     explained: Explained
@@ -132,26 +118,18 @@ def audit(
     return run_audit(chosen, progress if isinstance(progress, Progress) else Progress(progress))
 
 
-@dataclass(frozen=True)
-class Training:
-    """The images that concepts are learned from, with the session and its folder; `key` decides the pairs."""
+class Training(NamedTuple):
+    """The images that concepts are learned from, and what decides their pairs."""
 
     session: Session
     work: Work
     inputs: Tensor
     key: dict[str, Any]
 
-    def learn(self, settings: FitSettings) -> tuple[Learned, Pairs, dict[str, Any]]:
-        """Concepts, the pairs that they are learned from, and what decided them."""
-        pairs = collect(self.session, self.work, self.inputs, settings.positions, self.key)
-        chosen = {name: getattr(settings, name) for name in ("subspaces", "balance", "stability")}
-        key = {**self.key, **chosen}
-        return learn(self.session, self.work, pairs, settings, key), pairs, key
-
 
 def run_fit(settings: FitSettings, progress: Progress) -> Learned:
     """Learn the concepts of a class and save them; a run that was interrupted goes on."""
-    learned, _, _ = open_training(settings, progress).learn(settings)
+    learned, _, _ = _learn(open_training(settings, progress), settings)
     learned.subspaces.save(settings.out)
     return learned
 
@@ -159,27 +137,22 @@ def run_fit(settings: FitSettings, progress: Progress) -> Learned:
 def open_training(settings: FitSettings, progress: Progress, *folders: Path) -> Training:
     """Resolve model, class, files, layer and method; nothing long is begun before all of them are right.
 
-    Parameters
-    ----------
-    *folders : path
-        Further folders, in which names of classes may be found.
+    Names of classes are looked for in further folders, too.
     """
     check_out(settings.out)
+    where = work_folder(settings.out, settings.work)
     with progress.step("prepare", "Loading the model and the images"):
         for folder in (settings.train, *folders):
             check_folder(folder)
-        network = open_network(settings)
-        target = find_target(
-            network, count_outputs(network), str(settings.target), [settings.train, *folders]
-        )
+        network, wanted = open_network(settings), str(settings.target)
+        target = find_target(network, count_outputs(network), wanted, [settings.train, *folders])
         files = find_files(settings.train, target, settings.train_images)
         if files.doubt:
             if not settings.force:
                 raise BadInput(f"{files.doubt}; --force learns from them all the same")
             progress.note(files.doubt)
-        where = work_folder(settings.out, settings.work)
-        where_learned = settings.layer, settings.channel_dim
-        session = open_session(settings, network, target, files.own, progress, *where_learned)
+        layer, channel_dim = settings.layer, settings.channel_dim
+        session = open_session(settings, network, target, files.own, progress, layer, channel_dim)
         if session.layer.is_cut is False:
             progress.note(f"paths go around layer {session.layer.name}: what takes them is in no concept map")
         inputs, _, _ = session.read(files.own)
@@ -187,39 +160,47 @@ def open_training(settings: FitSettings, progress: Progress, *folders: Path) -> 
         return Training(session, Work(where), inputs, key)
 
 
+def _learn(training: Training, settings: FitSettings) -> tuple[Learned, Pairs, dict[str, Any]]:
+    """Concepts, the pairs that they are learned from, and what decided them."""
+    session, work, inputs, key = training
+    pairs = collect(session, work, inputs, settings.positions, key)
+    chosen = {name: getattr(settings, name) for name in ("subspaces", "balance", "stability")}
+    return learn(session, work, pairs, settings, {**key, **chosen}), pairs, {**key, **chosen}
+
+
 def run_audit(settings: AuditSettings, progress: Progress) -> Audit:
     """As `audit`, with all settings in one value."""
     training = open_training(settings, progress, settings.test)
-    session, work = training.session, training.work
+    session, work, inputs, _ = training
     test = find_files(settings.test, session.target, settings.test_images)
-    learned, pairs, key = training.learn(settings)
-    subspaces = named(learned.subspaces, settings.names)
+    learned, pairs, key = _learn(training, settings)
+    subspaces = learned.subspaces if settings.names is None else learned.subspaces.renamed(settings.names)
     subspaces.save(work.folder / SUBSPACES)
     if test.doubt:
         progress.note(test.doubt)
     on_test = {**key, "test": files_digest(test.own), "names": [file.name for file in test.own]}
     explained = explain(session, work, test.own, subspaces, "explained", on_test)
-    if known := _n_known(training, explained):
+    if known := _n_known(session, inputs, explained):
         progress.note(
             f"{known} of {len(explained)} test images are among those that the concepts were learned from: "
             "they say nothing about new images"
         )
     what = "images that were learned from"
-    evidence = {
+    evidence: dict[str, Any] = {
         "train_relevance": work.remembered(
-            "relevance-train", key, lambda: relevance_of(session, training.inputs, subspaces, what).tolist()
+            "relevance-train", key, lambda: relevance_of(session, inputs, subspaces, what).tolist()
         ),
         "other_classes": _others(session, work, test, subspaces, on_test),
         "flipping": flip_patches(session, work, explained, on_test) if settings.flipping else None,
-        "ablation": ablate(session, work, explained, subspaces, pairs, on_test)
-        if settings.ablation
-        else None,
     }
+    evidence["ablation"] = (
+        ablate(session, work, explained, subspaces, pairs, on_test) if settings.ablation else None
+    )
     with progress.step("report", "Writing the report"):
         record = AuditRecord(
             subspaces=SUBSPACES,
             explained=work.place("explained", on_test).name,
-            n_train=len(training.inputs),
+            n_train=len(inputs),
             history=learned.history,
             stability=learned.stability,
             choice_of_k=learned.choice,
@@ -236,11 +217,15 @@ def run_explain(settings: ExplainSettings, progress: Progress) -> dict[str, Any]
     """Write a picture of each image with its maps, relevance.csv, and the maps themselves."""
     work = Work(settings.out)
     session, subspaces, explained, _ = _explained(settings, work, progress)
-    with (
-        progress.step("pictures", f"Drawing {len(explained)} pictures"),
-        _only_new_pictures(work.folder, [_picture(n, name) for n, name in enumerate(explained.names)]),
-    ):
-        _draw(explained, subspaces, work.folder)
+    pictures, listed = [_picture(n, name) for n, name in enumerate(explained.names)], work.folder / PICTURES
+    # The folder keeps a list of its pictures, so that of all files those of an earlier run alone are removed.
+    before = set(read_json(listed)) if listed.exists() else set()
+    write_json(listed, sorted(before | set(pictures)))
+    with progress.step("pictures", f"Drawing {len(explained)} pictures"):
+        _draw(explained, subspaces, [work.folder / picture for picture in pictures])
+    for old in before - set(pictures):
+        (work.folder / Path(old).name).unlink(missing_ok=True)
+    write_json(listed, pictures)
     _write_table(explained, subspaces, work.folder / "relevance.csv")
     return {
         "out": str(settings.out),
@@ -278,20 +263,20 @@ def run_evaluate(settings: EvaluateSettings, progress: Progress) -> dict[str, An
 def rename_concepts(folder: Path, names: dict[str, str] | list[str] | None) -> Subspaces:
     """Give the concepts in the work folder of an audit other names; they are returned."""
     file = folder / AuditRecord.load(folder).subspaces
-    subspaces = named(Subspaces.load(file), names)
-    if names is not None:
-        subspaces.save(file)
-    return subspaces
-
-
-def named(subspaces: Subspaces, names: dict[str, str] | list[str] | None) -> Subspaces:
-    """The subspaces under other names, if there are any."""
-    return subspaces if names is None else subspaces.renamed(names)
+    subspaces = Subspaces.load(file)
+    if names is None:
+        return subspaces
+    subspaces.renamed(names).save(file)
+    return subspaces.renamed(names)
 
 
 def command_of(settings: AuditSettings) -> str:
     """The command that makes the report again, with absolute paths."""
-    words = ["drsa", "audit", _model_word(settings)]
+    model = settings.model if isinstance(settings.model, str) else "module:factory"
+    place, colon, factory = model.rpartition(":")
+    if place.endswith(".py"):
+        model = f"{os.path.abspath(place)}{colon}{factory}"
+    words = ["drsa", "audit", os.path.abspath(model) if model.endswith(".safetensors") else model]
     for field in fields(AuditSettings):
         value = getattr(settings, field.name)
         if field.name in ("model", "names") or value == field.default:
@@ -308,16 +293,6 @@ def command_of(settings: AuditSettings) -> str:
     return shlex.join(words)
 
 
-def _model_word(settings: AuditSettings) -> str:
-    """How the command names the model."""
-    if not isinstance(settings.model, str):
-        return "module:factory"
-    place, colon, factory = settings.model.rpartition(":")
-    if place.endswith(".py"):
-        return f"{os.path.abspath(place)}{colon}{factory}"
-    return os.path.abspath(settings.model) if settings.model.endswith(".safetensors") else settings.model
-
-
 def _about(settings: AuditSettings, session: Session) -> dict[str, Any]:
     """What the record says of the run, with what was chosen where the user named nothing."""
     network, layer, choice, target = session.network, session.layer, session.choice, session.target
@@ -328,19 +303,12 @@ def _about(settings: AuditSettings, session: Session) -> dict[str, Any]:
     }
     shown |= {"layer": layer.name, "size": network.size, "resize": network.resize, "device": network.device}
     return {
-        "model": {
-            "name": settings.model_name,
-            "kind": type(network.model).__name__,
-            "fingerprint": model_fingerprint(network.model),
-        },
+        "model": {"name": settings.model_name, "kind": type(network.model).__name__}
+        | {"fingerprint": model_fingerprint(network.model)},
         "target": {"name": target.name, "index": target.index, "output": target.output},
         "layer": {"name": layer.name, "kind": layer.kind, "shape": list(layer.shape or ())},
-        "method": {
-            "backend": choice.backend,
-            "name": NAMES[choice.backend],
-            "reason": choice.reason,
-            "is_other": choice.is_other,
-        },
+        "method": {"backend": choice.backend, "name": NAMES[choice.backend]}
+        | {"reason": choice.reason, "is_other": choice.is_other},
         "doctor": choice.examination,
         "settings": {name: value if value is None else str(value) for name, value in shown.items()},
         "versions": versions(),
@@ -350,14 +318,11 @@ def _about(settings: AuditSettings, session: Session) -> dict[str, Any]:
     }
 
 
-def _n_known(training: Training, explained: Explained) -> int:
+def _n_known(session: Session, inputs: Tensor, explained: Explained) -> int:
     """How many test images are the same, once read, as one that is learned from, under whatever name."""
-    shown = training.session.network.preprocessing.to_inputs(explained.pixels)
-    learned, tested = (
-        [hashlib.sha256(image.numpy().tobytes()).digest() for image in images]
-        for images in (training.inputs.cpu(), shown)
-    )
-    return sum(image in learned for image in tested)
+    tested = session.network.preprocessing.to_inputs(explained.pixels)
+    known = {hashlib.sha256(image.numpy().tobytes()).digest() for image in inputs.cpu()}
+    return sum(hashlib.sha256(image.numpy().tobytes()).digest() in known for image in tested)
 
 
 def _others(
@@ -414,13 +379,13 @@ def _explained(
             )
     key = {
         **session.decided_by(found.own),
-        "subspaces": subspaces_digest(subspaces),
+        "subspaces": files_digest([settings.concepts]),
         "names": [file.name for file in found.own],
     }
     return session, subspaces, explain(session, work, found.own, subspaces, "maps", key), key
 
 
-def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
+def _draw(explained: Explained, subspaces: Subspaces, files: list[Path]) -> None:
     """For each image a row: photograph, standard map, concept maps, with names and totals."""
     from drsa_core.plot import concept_maps
 
@@ -439,29 +404,13 @@ def _draw(explained: Explained, subspaces: Subspaces, folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # names of files may have letters that the font lacks
             figure.savefig(file, format="png", dpi=DPI)
-        write_atomically(folder / _picture(n, name), file.getvalue())
+        write_atomically(files[n], file.getvalue())
 
 
 def _picture(n: int, name: str) -> str:
     # Names of files have at most 255 bytes, also while they are written under a longer one.
     stem = Path(name).stem.encode()[:200].decode(errors="ignore")
     return f"{n:04d}_{stem}.png"
-
-
-@contextmanager
-def _only_new_pictures(folder: Path, names: list[str]) -> Iterator[None]:
-    """Write pictures of these names; those that an earlier run has written into the folder are then gone.
-
-    The folder keeps a list of what a run writes, so that no other file is touched.
-    """
-    kept = folder / PICTURES
-    before = set(read_json(kept)) if kept.exists() else set()
-    write_json(kept, sorted(before | set(names)))  # a run that is interrupted leaves some of both
-    yield
-    for name in before - set(names):
-        if Path(name).name == name and name.endswith(".png"):
-            (folder / name).unlink(missing_ok=True)
-    write_json(kept, names)
 
 
 def _write_table(explained: Explained, subspaces: Subspaces, file: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,8 +20,11 @@ from .settings import AuditSettings, EvaluateSettings, ExplainSettings, FitSetti
 if TYPE_CHECKING:
     from drsa_core import ClassIndex
 
-# Exit codes.
-BAD_INPUT, NOT_VALID, FAULT, INTERRUPTED = 2, 3, 1, 130
+BAD_INPUT, NOT_VALID = 2, 3
+
+
+as_json = click.option("--json", "json_wanted", is_flag=True, help="print the result as JSON on stdout")
+path = click.Path(path_type=Path)
 
 
 class Group(click.Group):
@@ -35,73 +38,59 @@ class Group(click.Group):
         """Run a command; the exit code says what happened."""
         try:
             # Commands return nothing; an exit code comes from `click.exceptions.Exit`.
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            sys.exit(super().main(*args, **{**kwargs, "standalone_mode": False}) or 0)
         except (click.Abort, KeyboardInterrupt):
-            _fail("interrupted; nothing is half-written, and the same command goes on from here", INTERRUPTED)
+            text, code = "interrupted; nothing is half-written, and the same command goes on from here", 130
         except click.ClickException as error:
             hint = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "drsa"
-            _fail(f"{error.format_message()} (see {hint} --help)", BAD_INPUT)
+            text, code = f"{error.format_message()} (see {hint} --help)", BAD_INPUT
         except Exception as error:
             if os.environ.get("DRSA_TRACEBACK"):
                 traceback.print_exc()
+            text, code = str(error), BAD_INPUT
             # A ValueError or TypeError of the library names what a user can put right.
             usual = isinstance(error, ValueError | TypeError | OSError | ImportError)
-            if usual or "another writer" in str(error):
-                _fail(error, BAD_INPUT)
-            where = "; DRSA_TRACEBACK=1 shows where"
-            _fail(f"a fault of the program: {type(error).__name__}: {error}{where}", FAULT)
-        sys.exit(code or 0)
+            if not usual and "another writer" not in text:
+                text = f"a fault of the program: {type(error).__name__}: {text}; DRSA_TRACEBACK=1 shows where"
+                code = 1
+        sys.stderr.write(f"drsa: {one_line(text)}\n")
+        sys.exit(code)
 
 
-def _fail(text: object, code: int) -> NoReturn:
-    sys.stderr.write(f"drsa: {one_line(text)}\n")
-    sys.exit(code)
-
-
-class Numbers(click.ParamType[list[float]]):
+def _numbers(text: str | None) -> list[float] | None:
     """One number, or one for each channel: 0.5 or 0.485,0.456,0.406."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> list[float]:
-        """Read them from text."""
-        try:
-            found = [float(part) for part in str(value).split(",")]
-        except ValueError:
-            found = []
-        if len(found) not in (1, 3):
-            self.fail(f"{value!r} must be one number, or three with commas between them", param, ctx)
-        return found * 3 if len(found) == 1 else found
+    if text is None:
+        return None
+    parts = text.split(",")
+    try:
+        found = [float(part) for part in parts * (3 if len(parts) == 1 else 1)]
+    except ValueError:
+        found = []
+    if len(found) != 3:
+        raise click.BadParameter(f"{text!r} must be one number, or three with commas between them")
+    return found
 
 
-class Count(click.ParamType[int | str]):
+def _count(text: str | int) -> int | str:
     """A number of concepts, or "auto"."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
-        """Read it from text."""
-        if value == "auto" or isinstance(value, int):
-            return value
-        if not str(value).isdigit() or int(value) < 1:
-            self.fail(f"{value!r} must be a number of concepts, or auto", param, ctx)
-        return int(value)
+    if text == "auto":
+        return "auto"
+    if not str(text).isdigit() or int(text) < 1:
+        raise click.BadParameter(f"{text!r} must be a number of concepts, or auto")
+    return int(text)
 
 
 def options_of(settings: type[ModelSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options of a command from the fields of its settings, which it gets as its first argument."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @as_json
+        @click.option("--quiet", is_flag=True, help="no progress, even on a terminal")
         @wraps(function)
-        def command(**given: Any) -> None:
+        def command(quiet: bool, **given: Any) -> None:
             chosen = settings(**{field.name: given.pop(field.name) for field in fields(settings)})
-            quiet = given.pop("quiet")
             function(chosen, progress=Progress(False if quiet else None), **given)
 
-        command = click.option("--quiet", is_flag=True, help="no progress, even on a terminal")(command)
-        command = click.option("--json", "as_json", is_flag=True, help="print the result as JSON on stdout")(
-            command
-        )
         for field in reversed(fields(settings)):
             decorator = click.argument("model") if field.name == "model" else _option(field)
             command = decorator(command)
@@ -112,12 +101,11 @@ def options_of(settings: type[ModelSettings]) -> Callable[[Callable[..., None]],
 
 def _option(field: Field[Any]) -> Any:
     about, kind = field.metadata, str(field.type)
-    flag = about.get("name", f"--{field.name.replace('_', '-')}")
-    if field.default is True:
-        flag = f"{flag}/--no-{field.name.replace('_', '-')}"
+    name = field.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if field.default is True else about.get("name", f"--{name}")
     is_path = kind.startswith("Path") or about.get("metavar") == "PATH"
-    types: dict[str, Any] = {"numbers": Numbers(), "count": Count()}
-    choose: Any = types.get(about.get("parse", ""), click.Path(path_type=Path) if is_path else None)
+    types: dict[str, Any] = {"numbers": _numbers, "count": _count}
+    choose: Any = types.get(about.get("parse", ""), path if is_path else None)
     if "choices" in about:
         choose = click.Choice(about["choices"])
     elif "within" in about:
@@ -154,7 +142,7 @@ def cli() -> None:
 
 @cli.command()
 @options_of(AuditSettings)
-def audit(settings: AuditSettings, as_json: bool, progress: Progress) -> None:
+def audit(settings: AuditSettings, json_wanted: bool, progress: Progress) -> None:
     """From two folders of images to a report.
 
     MODEL is the name of a torchvision or timm model, a .safetensors file that names its architecture, or
@@ -178,15 +166,13 @@ def audit(settings: AuditSettings, as_json: bool, progress: Progress) -> None:
     lines += [f"LOOK HERE FIRST: {text}" for text in summary["look_first"]]
     lines += [f"- {text}" for text in summary["facts"]]
     lines += [f"! {text}" for text in summary["be_careful"]]
-    _show(summary, as_json, [*lines, f"wrote {result.report} (work in {result.work})"])
+    _show(summary, json_wanted, [*lines, f"wrote {result.report} (work in {result.work})"])
 
 
 @cli.command()
-@click.option(
-    "--depth", type=click.IntRange(1), default=2, show_default=True, help="how deep the tree is shown"
-)
+@click.option("--depth", type=click.IntRange(1), default=2, show_default=True, help="of the tree")
 @options_of(ModelSettings)
-def layers(settings: ModelSettings, depth: int, as_json: bool, progress: Progress) -> None:
+def layers(settings: ModelSettings, depth: int, json_wanted: bool, **_: Any) -> None:
     """The layers of a model with the shapes of their outputs, and the one that suits concepts.
 
     \b
@@ -203,33 +189,26 @@ def layers(settings: ModelSettings, depth: int, as_json: bool, progress: Progres
     n_outputs = count_outputs(network, example)
     found = inspect_layers(network.model, example, network.layer)
     best = suggested_layer(found)
-    result = {
-        "outputs": n_outputs,
-        "input": [3, network.size, network.size],
-        "suggested": None if best is None else best.name,
-        "layers": [
-            {"name": info.name, "kind": info.kind, "shape": info.shape, "parameters": info.n_parameters}
-            for info in found
-            if info.name
-        ],
-    }
-    suggested = "no layer is suggested" if best is None else f"suggested: --layer {best.name}"
-    last = f"input 3×{network.size}×{network.size}, {n_outputs} outputs; {suggested}"
-    _show(result, as_json, [as_tree(found, depth), "", last])
+    shown = [
+        {"name": info.name, "kind": info.kind, "shape": info.shape, "parameters": info.n_parameters}
+        for info in found
+        if info.name
+    ]
+    size = [3, network.size, network.size]
+    name = None if best is None else best.name
+    suggested = "no layer is suggested" if best is None else f"suggested: --layer {name}"
+    last = f"input {'×'.join(map(str, size))}, {n_outputs} outputs; {suggested}"
+    result = {"outputs": n_outputs, "input": size, "suggested": name, "layers": shown}
+    _show(result, json_wanted, [as_tree(found, depth), "", last])
 
 
 @cli.command()
-@click.option("--images", type=click.Path(path_type=Path), help="folder of images  [default: noise]")
+@click.option("--images", type=path, help="folder of images  [default: noise]")
 @click.option("--layer", help="where concepts are to be found: rules differ above and below it")
 @click.option("--table", is_flag=True, help="print the relevance of every layer")
 @options_of(ModelSettings)
 def doctor(
-    settings: ModelSettings,
-    images: Path | None,
-    layer: str | None,
-    table: bool,
-    as_json: bool,
-    progress: Progress,
+    settings: ModelSettings, images: Path | None, layer: str | None, table: bool, json_wanted: bool, **_: Any
 ) -> None:
     """Is LRP valid on this model, and with which rules? Exit code 3 if it is not.
 
@@ -269,19 +248,18 @@ def doctor(
         lines += [f"suggestion: {found['suggestion']}"] if found["suggestion"] else []
         if table:
             lines += ["layer\tmodule\trule\treceived\thanded down"]
-            lines += [
-                f"{row['name']}\t{row['kind']}\t{row['rule']}\t{row['received']:.4g}\t{row['handed_down']:.4g}"
-                for row in found["layers"]
-            ]
+            for row in found["layers"]:
+                numbers = f"{row['received']:.4g}\t{row['handed_down']:.4g}"
+                lines.append(f"{row['name']}\t{row['kind']}\t{row['rule']}\t{numbers}")
     about = {"backend": choice.backend, "reason": choice.reason, "doctor": found}
-    _show({"valid": not choice.is_other, **about}, as_json, lines)
+    _show({"valid": not choice.is_other, **about}, json_wanted, lines)
     if choice.is_other:
         raise click.exceptions.Exit(NOT_VALID)
 
 
 @cli.command()
 @options_of(FitSettings)
-def fit(settings: FitSettings, as_json: bool, progress: Progress) -> None:
+def fit(settings: FitSettings, json_wanted: bool, progress: Progress) -> None:
     """Learn the concepts of a class, and save them; with `--target all`, of every class folder.
 
     \b
@@ -301,7 +279,7 @@ def fit(settings: FitSettings, as_json: bool, progress: Progress) -> None:
     if settings.target == ALL:
         index = run_fit_all(settings, progress)
         if int(os.environ.get("RANK", "0")) == 0:
-            _show_all(index, as_json, progress)
+            _show_all(index, json_wanted, progress)
         return
     learned = run_fit(settings, progress)
     names, made, found = learned.subspaces.names, learned.subspaces.provenance, learned.stability
@@ -315,10 +293,10 @@ def fit(settings: FitSettings, as_json: bool, progress: Progress) -> None:
         )
         lines.append(f"stability: {listed}; {found['threshold']:.2f} is needed")
     result = {"subspaces": str(settings.out), "names": list(names), "stability": found}
-    _show({**result, "choice": learned.choice, "seconds": progress.seconds}, as_json, lines, progress)
+    _show({**result, "choice": learned.choice, "seconds": progress.seconds}, json_wanted, lines, progress)
 
 
-def _show_all(index: ClassIndex, as_json: bool, progress: Progress) -> None:
+def _show_all(index: ClassIndex, json_wanted: bool, progress: Progress) -> None:
     classes: dict[str, str] = {}
     for label, entry in index.classes.items():
         name = entry.get("name", str(label))
@@ -329,12 +307,12 @@ def _show_all(index: ClassIndex, as_json: bool, progress: Progress) -> None:
     lines += [f"{name}: {file}" for name, file in classes.items()]
     lines += [f"class {label} failed: {why}" for label, why in failed.items()]
     result = {"folder": str(index.folder), "classes": classes, "failed": failed}
-    _show({**result, "seconds": progress.seconds}, as_json, lines, progress)
+    _show({**result, "seconds": progress.seconds}, json_wanted, lines, progress)
 
 
 @cli.command()
 @options_of(ExplainSettings)
-def explain(settings: ExplainSettings, as_json: bool, progress: Progress) -> None:
+def explain(settings: ExplainSettings, json_wanted: bool, progress: Progress) -> None:
     """Concept maps of images: one picture for each, R_k as CSV, and the maps as .safetensors.
 
     \b
@@ -345,12 +323,12 @@ def explain(settings: ExplainSettings, as_json: bool, progress: Progress) -> Non
     result = run_explain(settings, progress)
     lines = [f"wrote {result['images']} pictures, relevance.csv and maps to {result['out']}"]
     lines += [f"{name}: {share:.0%} of the evidence" for name, share in result["shares"].items()]
-    _show(result, as_json, lines, progress)
+    _show(result, json_wanted, lines, progress)
 
 
 @cli.command()
 @options_of(EvaluateSettings)
-def evaluate(settings: EvaluateSettings, as_json: bool, progress: Progress) -> None:
+def evaluate(settings: EvaluateSettings, json_wanted: bool, progress: Progress) -> None:
     """How good the concepts are on other images: patch flipping, ablation, what adds up to what.
 
     \b
@@ -367,20 +345,16 @@ def evaluate(settings: EvaluateSettings, as_json: bool, progress: Progress) -> N
         f"correlation of relevance and effect: {correlation_text(result['ablation']['correlation'])}",
         f"wrote {settings.out}",
     ]
-    _show(result, as_json, lines, progress)
+    _show(result, json_wanted, lines, progress)
 
 
 @cli.command()
-@click.argument("work", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="the HTML file")
-@click.option(
-    "--names",
-    type=click.Path(path_type=Path),
-    help="JSON file with names of the concepts, e.g. as the report saves it",
-)
-@click.option("--json", "as_json", is_flag=True, help="print the result as JSON on stdout")
+@click.argument("work", type=path)
+@click.option("--out", required=True, type=path, help="the HTML file")
+@click.option("--names", type=path, help="JSON file with names of the concepts, as the report saves it")
+@as_json
 @click.option("--quiet", is_flag=True, expose_value=False, help="no progress, even on a terminal")
-def report(work: Path, out: Path, names: Path | None, as_json: bool) -> None:
+def report(work: Path, out: Path, names: Path | None, json_wanted: bool) -> None:
     """Write the report of a finished audit again, with other names; the subspaces get them too.
 
     WORK is the folder beside the report that `drsa audit` has written.
@@ -396,15 +370,15 @@ def report(work: Path, out: Path, names: Path | None, as_json: bool) -> None:
     found = rename_concepts(work, _read_names(names))
     write_report(work, out)
     line = f"wrote {out} with the concepts {', '.join(found.names)}"
-    _show({"report": str(out), "names": list(found.names)}, as_json, [line])
+    _show({"report": str(out), "names": list(found.names)}, json_wanted, [line])
 
 
-def _show(result: Any, as_json: bool, lines: Sequence[str], progress: Progress | None = None) -> None:
+def _show(result: Any, json_wanted: bool, lines: Sequence[str], progress: Progress | None = None) -> None:
     """Print a result: as JSON, or in lines; notes go to stderr, unless they were shown already."""
     if progress is not None and not progress.shown:
         for note in progress.notes:
             sys.stderr.write(f"note: {note}\n")
-    text = json.dumps(result, indent=1, ensure_ascii=False, default=str) if as_json else "\n".join(lines)
+    text = json.dumps(result, indent=1, ensure_ascii=False, default=str) if json_wanted else "\n".join(lines)
     click.echo(text)
 
 

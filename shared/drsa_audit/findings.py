@@ -26,25 +26,13 @@ UNUSUAL = 4.0
 
 @dataclass(frozen=True)
 class TwoGroups:
-    """Concepts that are strong in some images and nearly absent in the others.
+    """Concepts that are strong in some images and nearly absent in the others."""
 
-    Attributes
-    ----------
-    concepts : tuple of int
-        The clearest first.
-    images : list of int
-        Where it is strong.
-    share_there, share_elsewhere : float
-        Their mean share of the positive relevance in the two groups, as `steady_shares` counts it.
-    explained : float
-        Part of the variance that the split explains.
-    """
-
-    concepts: tuple[int, ...]
-    images: list[int]
-    share_there: float
+    concepts: tuple[int, ...]  # the clearest first
+    images: list[int]  # where it is strong
+    share_there: float  # mean share in the two groups, as `steady_shares` counts it
     share_elsewhere: float
-    explained: float
+    explained: float  # part of the variance that the split explains
 
 
 @dataclass(frozen=True)
@@ -107,22 +95,16 @@ def two_groups(relevance: Tensor) -> list[TwoGroups]:
     """
     found: list[TwoGroups] = []
     shares_of_images = steady_shares(relevance)
-    splits = sorted(
-        filter(None, map(_split, range(relevance.shape[1]), shares_of_images.T)),
-        reverse=True,
-    )
-    for explained, k, images in splits:
+    splits = filter(None, map(_split, range(relevance.shape[1]), shares_of_images.T))
+    for explained, k, images in sorted(splits, reverse=True):
         for i, other in enumerate(found):
-            if _are_same(images, set(other.images)):
-                found[i] = _group((*other.concepts, k), set(other.images), other.explained, shares_of_images)
+            same = set(other.images)
+            if len(images & same) >= SAME_IMAGES * len(images | same):
+                found[i] = _group((*other.concepts, k), same, other.explained, shares_of_images)
                 break
         else:
             found.append(_group((k,), images, explained, shares_of_images))
     return found
-
-
-def _are_same(one: set[int], other: set[int]) -> bool:
-    return len(one & other) >= SAME_IMAGES * len(one | other)
 
 
 def _split(k: int, column: Tensor) -> tuple[float, int, set[int]] | None:
@@ -136,11 +118,8 @@ def _split(k: int, column: Tensor) -> tuple[float, int, set[int]] | None:
     there, elsewhere = float(ordered[:cut].mean()), float(ordered[cut:].mean())
     is_large = min(cut, n_images - cut) >= max(3, SMALLEST_GROUP * n_images)
     is_far = there - elsewhere >= FAR_APART and there >= TIMES * elsewhere
-    return (
-        (best, k, set(order[:cut].tolist()))
-        if best >= two_groups_from(n_images) and is_far and is_large
-        else None
-    )
+    is_clear = best >= two_groups_from(n_images) and is_far and is_large
+    return (best, k, set(order[:cut].tolist())) if is_clear else None
 
 
 def _group(
@@ -154,15 +133,7 @@ def _group(
 
 
 def outliers(relevance: Tensor, reference: Tensor) -> list[Outlier]:
-    """Images whose mixture of concepts is far from the usual one, farthest first.
-
-    Parameters
-    ----------
-    relevance : tensor, shape (N, K)
-        R_k of the images.
-    reference : tensor, shape (M, K)
-        R_k of images that say what is usual, e.g. those that the concepts were learned from.
-    """
+    """Images whose mixture of concepts is far from that of the reference (M, K), farthest first."""
     # Medians as quantiles: of an even number, `Tensor.median` takes the lower one.
     usual = mixtures(reference).quantile(0.5, dim=0)
     typical = 0.5 * (mixtures(reference) - usual).abs().sum(1)
@@ -188,12 +159,7 @@ def correlation_text(value: float | None) -> str:
 
 
 def half_area(maps: Tensor) -> Tensor:
-    """Smallest part of the picture that holds half of a map's positive relevance, shape (…).
-
-    Parameters
-    ----------
-    maps : tensor, shape (…, H, W)
-    """
+    """Smallest part of the picture that holds half of the positive relevance of maps (…, H, W)."""
     flat = maps.double().clamp(min=0).flatten(-2).sort(-1, descending=True).values
     total = flat.sum(-1, keepdim=True)
     below = (flat.cumsum(-1) < 0.5 * total).sum(-1)

@@ -27,14 +27,11 @@ class TargetClass:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Files of the explained class, and of other classes by their name.
-
-    `doubt` says why the files may be of another class, if the folder's name says so.
-    """
+    """Files of the explained class, and of other classes by their name."""
 
     own: list[Path]
     others: dict[str, list[Path]]
-    doubt: str | None = None
+    doubt: str | None = None  # why they may be of another class, if the folder's name says so
 
 
 def find_target(network: Network, n_outputs: int, wanted: str, folders: Sequence[Path]) -> TargetClass:
@@ -43,11 +40,6 @@ def find_target(network: Network, n_outputs: int, wanted: str, folders: Sequence
     A name is looked for among the class folders (`235_german_shepherd`, or, where there is one folder for
     each output and none has a number, in alphabetical order as torchvision's `ImageFolder` counts them) and,
     if no folder has it, among ImageNet's classes if the network has 1000 outputs.
-
-    Raises
-    ------
-    BadInput
-        If the model has no such class; close names are given. If it has several of that name.
     """
     of_folders = _names_of_folders(n_outputs, folders)
     names = of_folders
@@ -67,13 +59,7 @@ def find_target(network: Network, n_outputs: int, wanted: str, folders: Sequence
 def find_files(folder: Path, target: TargetClass, limit: int | None = None) -> ImageFiles:
     """The images of the explained class in a folder, and those of other classes if it has class folders.
 
-    Parameters
-    ----------
-    folder : path
-        With images, which are then all of the explained class; or with one folder for each class.
-    target : TargetClass
-    limit : int, optional
-        At most so many of each class, the first ones by name.
+    A folder with images holds the explained class alone. Of each class at most `limit`, the first by name.
     """
     check_folder(folder)
     here = images_in(folder)

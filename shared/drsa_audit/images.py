@@ -1,4 +1,4 @@
-"""Photographs from files, as pixels in [0, 1]; folders of them that are named after their class."""
+"""Photographs from files, as pixels in [0, 1]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import struct
 import warnings
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,20 +24,6 @@ DAMAGES = (
 )
 
 
-@dataclass(frozen=True)
-class ClassFolder:
-    """A folder of one class: its index, the name of the folder, the files in it."""
-
-    index: int
-    name: str
-    files: list[Path]
-
-    @property
-    def label(self) -> str:
-        """The folder's name without the index, e.g. "tabby"."""
-        return self.name.partition("_")[2].replace("_", " ") or self.name
-
-
 def photo_files(folder: Path) -> list[Path]:
     """The photographs in a folder and in the folders in it, in order; hidden ones are copies of editors."""
     files = sorted(
@@ -50,30 +35,6 @@ def photo_files(folder: Path) -> list[Path]:
     if not files:
         raise ValueError(f"no photographs ({', '.join(SUFFIXES)}) in {folder}")
     return files
-
-
-def class_folders(folder: Path, wanted: Sequence[str] | None = None) -> list[ClassFolder]:
-    """The folders `<index>_<name>` in a folder, in order.
-
-    Parameters
-    ----------
-    folder : path
-    wanted : sequence of str, optional
-        Indices or folder names; default all.
-    """
-    found, known = [], set()
-    for path in sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."):
-        number = path.name.split("_")[0]
-        if not number.isdigit():
-            raise ValueError(f"{path} must begin with the index of its class, as in 281_tabby")
-        names = {number, str(int(number)), path.name}
-        if wanted is None or names & set(wanted):
-            known |= names
-            found.append(ClassFolder(int(number), path.name, photo_files(path)))
-    missing = sorted(set(wanted or ()) - known)
-    if missing or not found:
-        raise ValueError(f"no photographs of the classes {', '.join(missing) or '(any)'} in {folder}")
-    return found
 
 
 def to_pixels(

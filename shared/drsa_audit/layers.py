@@ -19,34 +19,16 @@ MAX_TRIED = 20
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One module of a model.
-
-    Attributes
-    ----------
-    name, kind : str
-        Dotted name and class.
-    shape : tuple of int or None
-        Of the output for one example, without the axis of examples; None if that is no tensor.
-    n_runs : int
-        How often the module runs in a forward pass.
-    n_parameters : int
-        In it and in all modules inside.
-    is_cut : bool or None
-        Whether all that the layers above see comes from here; None if it was not tried.
-    is_suggested : bool
-        Whether it suits concepts best.
-    given_dim : {1, -1} or None
-        Axis of the features where it is known; None if it is to be read from the shape.
-    """
+    """One module of a model."""
 
     name: str
     kind: str
-    shape: tuple[int, ...] | None
-    n_runs: int
-    n_parameters: int
-    is_cut: bool | None = None
+    shape: tuple[int, ...] | None  # of the output for one example; None if that is no tensor
+    n_runs: int  # in a forward pass
+    n_parameters: int  # in it and in all modules inside
+    is_cut: bool | None = None  # whether the layers above see nothing else; None if it was not tried
     is_suggested: bool = False
-    given_dim: int | None = None
+    given_dim: int | None = None  # axis of the features where it is known
 
     @property
     def depth(self) -> int:
@@ -103,14 +85,7 @@ def inspect_layers(model: nn.Module, example: Tensor, taken: str | None = None) 
     around it, and if its positions are about 16 pixels apart: fine enough to point at a part of an object,
     high enough to know what it is. Of those, it is the last one that lies least deep in other modules. Among
     blocks of tokens, which all have the same positions, it lies at three quarters of the height.
-
-    Parameters
-    ----------
-    model : module
-    example : tensor, shape (1, C, H, W)
-    taken : str, optional
-        Name of the layer that is taken in any case, the network's own, say. It then is the suggestion; to
-        look for one takes a few forward and backward passes.
+    A layer that is taken in any case is the suggestion; to look for one takes a few passes.
     """
     found = _shapes(model, example)
     if taken:
@@ -131,13 +106,7 @@ def suggested_layer(layers: list[LayerInfo]) -> LayerInfo | None:
 def find_concept_layer(
     network: Network, layer: str | None, example: Tensor, channel_dim: int | None = None
 ) -> LayerInfo:
-    """The named layer, the network's default one, or the suggested one.
-
-    Parameters
-    ----------
-    channel_dim : {1, -1}, optional
-        Axis of the features in its output, if the user says so.
-    """
+    """The named layer, the network's default one, or the suggested one; `channel_dim` if the user says it."""
     if channel_dim not in (None, 1, -1):
         raise BadInput(f"--channel-dim must be 1 or -1, got {channel_dim}")
     model, name = network.model, layer or network.layer
@@ -156,7 +125,6 @@ def find_concept_layer(
         why = "does not run" if not info.n_runs else f"runs {info.n_runs} times"
         why = "gives no single tensor" if info.n_runs == 1 else why
         raise BadInput(f"layer {name!r} {why} in a forward pass; choose another, see `drsa layers`")
-    info = _with_axis(model, info, example)
     if info.is_ambiguous:
         shape = "×".join(map(str, info.shape or ()))
         raise BadInput(
@@ -225,30 +193,6 @@ def _shape(outputs: list[object], n_examples: int) -> tuple[int, ...] | None:
     last = outputs[-1] if outputs else None
     fits = isinstance(last, Tensor) and last.ndim > 1 and len(last) == n_examples
     return tuple(last.shape[1:]) if fits else None  # type: ignore[attr-defined]
-
-
-def _with_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
-    """The layer with the axis of its features, if its shape leaves that open and larger inputs tell it.
-
-    The axes of positions grow with the inputs, that of the features does not.
-    """
-    if not info.is_ambiguous or info.shape is None:
-        return info
-    found: list[tuple[int, ...]] = []
-    layer = model.get_submodule(info.name)
-    handle = layer.register_forward_hook(lambda m, args, output: found.append(tuple(output.shape[1:])))
-    try:
-        with torch.no_grad():
-            model(nn.functional.interpolate(example, scale_factor=2))
-    except Exception:  # of whatever kind: layers above may take inputs of one size only
-        pass
-    finally:
-        handle.remove()
-    if len(found) != 1 or len(found[0]) != 3:
-        return info
-    grows = tuple(after > before for after, before in zip(found[0], info.shape, strict=True))
-    dims: dict[tuple[bool, ...], int] = {(False, True, True): 1, (True, True, False): -1}
-    return replace(info, given_dim=dims.get(grows))
 
 
 def _suits(info: LayerInfo) -> bool:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +24,14 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Transform:
-    """How a photograph becomes an input.
-
-    Attributes
-    ----------
-    size : int
-        Height and width of the input.
-    resize : int or None
-        Length of the shorter side before the central square of that size is cut out. None: the whole
-        photograph is squeezed into the square.
-    mean, std : sequence of float
-        Inputs are (pixels − mean) / std, in the order of the network's channels.
-    interpolation : {"bicubic", "bilinear"}
-    channel_order : {"RGB", "BGR"}
-    """
+    """How a photograph becomes an input: resized, cut to a square, normalised."""
 
     size: int = 224
-    resize: int | None = 224
-    mean: Sequence[float] = IMAGENET_MEAN
+    resize: int | None = 224  # the shorter side; None: the whole photograph is squeezed into the square
+    mean: Sequence[float] = IMAGENET_MEAN  # in the order of the network's channels
     std: Sequence[float] = IMAGENET_STD
-    interpolation: str = "bicubic"
-    channel_order: str = "RGB"
+    interpolation: str = "bicubic"  # or "bilinear"
+    channel_order: str = "RGB"  # or "BGR"
 
 
 def published_transform(model: nn.Module, torchvision_name: str | None = None) -> Transform:
@@ -172,27 +158,15 @@ def _module_of_file(file: Path) -> Any:
     return module
 
 
-class _Neighbours:
-    """Finds modules in one folder, for Python's list of finders: the search path stays as it is."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """A module or package of that name; a mere folder, which may hold anything, is none."""
-        found = None if path is not None else PathFinder.find_spec(name, [self.folder], target)
-        return found if found is not None and found.loader is not None else None
-
-
 @contextmanager
 def _importable(file: Path) -> Iterator[None]:
     """Modules beside a file can be imported, as for a script."""
-    finder = _Neighbours(file.resolve().parent)
-    sys.meta_path.insert(0, finder)
+    before = list(sys.path)
+    sys.path.insert(0, str(file.resolve().parent))
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.path[:] = before
 
 
 def _about(file: Path) -> dict[str, str]:

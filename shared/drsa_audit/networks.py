@@ -160,20 +160,12 @@ class SuitableRules:
     Called with the concept layer, they are a new composite. Above that layer γ is 0, as in the paper's rules
     for VGG16 at Conv4_3: with a large γ there the contexts are close to a multiple of the activations, and
     DRSA finds what DSA finds. VGGs keep the paper's rules whatever the layer.
-
-    Parameters
-    ----------
-    model : module
-    mean, std : sequence of float
-        Normalisation of the inputs, which gives the bounds of the z^B-rule.
-    gamma : float
-        γ of convolutions below the layer, for networks that have no rules of their own in the paper.
     """
 
     model: nn.Module
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # of the inputs: with std, it gives the bounds of the z^B-rule
     std: tuple[float, ...]
-    gamma: float = GAMMA
+    gamma: float = GAMMA  # below the layer, for networks that have no rules in the paper
 
     def __call__(self, layer: str | None) -> Composite:
         model, (low, high) = self.model, self.bounds()
@@ -199,9 +191,8 @@ class SuitableRules:
     @property
     def has_gamma(self) -> bool:
         """Whether `gamma` counts at a concept layer."""
-        known = (TimmCanonizer, TorchvisionCanonizer)
-        suits = is_torchvision_resnet(self.model) or any(canonizer.suits(self.model) for canonizer in known)
-        return suits and not _is_nfnet(self.model)
+        known = TimmCanonizer.suits(self.model) or TorchvisionCanonizer.suits(self.model)
+        return known and not _is_nfnet(self.model)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """What black and white are in the inputs, shapes (1, 3, 1, 1)."""
@@ -248,13 +239,7 @@ def load_network(name: str, weights: str | Path | None = None, crop: bool = Fals
 
 
 def open_network(settings: ModelSettings) -> Network:
-    """The network in eval mode on its device, with the preprocessing that was asked for.
-
-    Raises
-    ------
-    BadInput
-        With one sentence about what cannot be used.
-    """
+    """The network in eval mode on its device, with the preprocessing that was asked for."""
     try:
         device = torch.device(settings.device)
         torch.zeros(1, device=device)
@@ -340,9 +325,19 @@ def _loaded(name: str, weights: str | None) -> Network:
     """`load_network` with its errors in one sentence."""
     if weights is not None and not Path(weights).is_file():
         raise BadInput(f"there is no file {weights} with weights; DEFAULT takes the published ones")
-    if name.endswith(".safetensors") and not Path(name).is_file():
-        raise BadInput(f"there is no file {name}")
-    _check_name(name)
+    if name.endswith(".safetensors"):
+        if not Path(name).is_file():
+            raise BadInput(f"there is no file {name}")
+    elif ":" not in name:
+        library, _, plain = name.rpartition("/")
+        known = {"efficientnet_lite0", *torchvision_names()}
+        if plain not in known if library == "torchvision" else name not in known and not timm.is_model(plain):
+            close = difflib.get_close_matches(plain, known | set(timm.list_models()), n=3, cutoff=0.6)
+            near = f"did you mean {' or '.join(close)}?" if close else "see timm.list_models()"
+            raise BadInput(
+                f"neither torchvision nor timm has a model {name!r}; {near} A model of your own is "
+                "module:factory"
+            )
     try:
         return load_network(name, weights, crop=True)
     except BadInput:
@@ -354,21 +349,6 @@ def _loaded(name: str, weights: str | None) -> Network:
         raise BadInput(
             f"the model {name} could not be loaded: {text}; its weights may be given with --weights FILE"
         ) from error
-
-
-def _check_name(name: str) -> None:
-    """Refuse a name that neither library has, with close ones."""
-    if ":" in name or name.endswith(".safetensors"):
-        return
-    library, _, plain = name.rpartition("/")
-    known = {*torchvision_names(), "efficientnet_lite0"}
-    if plain in known if library == "torchvision" else name in known or timm.is_model(plain):
-        return
-    close = difflib.get_close_matches(plain, known | set(timm.list_models()), n=3, cutoff=0.6)
-    near = f"did you mean {' or '.join(close)}?" if close else "see timm.list_models()"
-    raise BadInput(
-        f"neither torchvision nor timm has a model {name!r}; {near} A model of your own is module:factory"
-    )
 
 
 def _with_transform(network: Network, settings: ModelSettings) -> Network:

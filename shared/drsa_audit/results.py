@@ -19,39 +19,17 @@ KIND = ("explained images", 1)
 
 @dataclass(frozen=True)
 class Explained:
-    """Images with their concept maps, on the CPU.
+    """Images with their concept maps, on the CPU."""
 
-    Attributes
-    ----------
-    names : list of str
-        Of the files.
-    pixels : tensor, shape (N, 3, H, W)
-        In [0, 1].
-    maps : tensor, shape (N, K, H, W)
-        Relevance of each concept, summed over colour channels.
-    whole : tensor, shape (N, H, W)
-        The map of the method by itself.
-    relevance : tensor, shape (N, K)
-        R_k at the layer.
-    score : tensor, shape (N,)
-        The explained output.
-    rank : tensor of int, shape (N,)
-        Of the explained output among all; 1 is the prediction. 0 where there is one output only.
-    predicted : tensor of int, shape (N,)
-        The largest output.
-    certificate : dict
-        What adds up to what: the largest differences over batches, and the shares of all images together.
-    """
-
-    names: list[str]
-    pixels: Tensor
-    maps: Tensor
-    whole: Tensor
-    relevance: Tensor
-    score: Tensor
-    rank: Tensor
-    predicted: Tensor
-    certificate: dict[str, Any]
+    names: list[str]  # of the files
+    pixels: Tensor  # (N, 3, H, W) in [0, 1]
+    maps: Tensor  # (N, K, H, W), relevance of each concept, summed over colour channels
+    whole: Tensor  # (N, H, W), the map of the method by itself
+    relevance: Tensor  # (N, K), R_k at the layer
+    score: Tensor  # (N,), the explained output
+    rank: Tensor  # (N,), of the explained output; 1 is the prediction, 0 where there is one output only
+    predicted: Tensor  # (N,), the largest output
+    certificate: dict[str, Any]  # what adds up to what, of all images
 
     def __len__(self) -> int:
         return len(self.names)
@@ -72,48 +50,19 @@ class Explained:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRecord:
-    """An audit in numbers and words: all that a report needs beside maps and subspaces.
+    """An audit in numbers and words: all that a report needs beside maps and subspaces, as JSON."""
 
-    Attributes
-    ----------
-    model : dict
-        `name`, `kind` and `fingerprint`.
-    target : dict
-        `name`, `index` and `output` of the explained class.
-    layer : dict
-        `name`, `kind` and `shape` of the layer with the concepts.
-    method : dict
-        `backend`, `name`, `reason`, and whether it `is_other` than asked for.
-    doctor : dict or None
-        What the doctor found of LRP.
-    subspaces, explained : str
-        File and folder beside this record that hold the concepts and the explained images.
-    n_train : int
-        Images that the concepts were learned from.
-    train_relevance : list of list
-        R_k of these images.
-    other_classes : dict
-        R_k of images of other classes, by name of the class.
-    history : list of float
-        Objective along the fit.
-    stability, choice_of_k, flipping, ablation : dict or None
-    settings, versions, seconds : dict
-    notes : list of str
-        What the user should know.
-    command, created : str
-    """
-
-    model: dict[str, Any]
-    target: dict[str, Any]
-    layer: dict[str, Any]
-    method: dict[str, Any]
+    model: dict[str, Any]  # `name`, `kind` and `fingerprint`
+    target: dict[str, Any]  # `name`, `index` and `output`
+    layer: dict[str, Any]  # `name`, `kind` and `shape`
+    method: dict[str, Any]  # `backend`, `name`, `reason`, and whether it `is_other` than asked for
     doctor: dict[str, Any] | None
-    subspaces: str
-    explained: str
+    subspaces: str  # the file beside this record
+    explained: str  # the folder beside this record
     n_train: int
-    train_relevance: list[list[float]]
-    other_classes: dict[str, list[list[float]]]
-    history: list[float]
+    train_relevance: list[list[float]]  # R_k of the images that concepts were learned from
+    other_classes: dict[str, list[list[float]]]  # R_k of images of other classes
+    history: list[float]  # objective along the fit
     settings: dict[str, Any]
     versions: dict[str, str]
     seconds: dict[str, float]

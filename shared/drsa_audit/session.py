@@ -33,30 +33,15 @@ from .wrappers import PASSES, Choice, Wrapper, choose_method, make_wrapper
 
 @dataclass(frozen=True)
 class Session:
-    """What every step needs.
-
-    Attributes
-    ----------
-    settings : RunSettings
-    network : Network
-        With the LRP rules that passed.
-    target : TargetClass
-    layer : LayerInfo
-        Where concepts are found.
-    choice : Choice
-        The attribution method, and why.
-    progress : Progress
-    forward : float
-        Seconds of a forward pass of one image.
-    """
+    """What every step needs."""
 
     settings: RunSettings
-    network: Network
+    network: Network  # with the LRP rules that passed
     target: TargetClass
-    layer: LayerInfo
-    choice: Choice
+    layer: LayerInfo  # where concepts are found
+    choice: Choice  # the attribution method, and why
     progress: Progress
-    forward: float
+    forward: float  # seconds of a forward pass of one image
 
     @property
     def method(self) -> str:
@@ -88,13 +73,7 @@ class Session:
             yield
 
     def check_use(self, subspaces: Subspaces) -> None:
-        """Compare what the subspaces were learned for with what they are used for.
-
-        Raises
-        ------
-        BadInput
-            If they differ; by force there is a `ProvenanceWarning` instead.
-        """
+        """Refuse subspaces that were learned for something else; by force there is a warning instead."""
         strict = not self.settings.force
         used = self.wrapper()._used_for(self.target.output)
         try:
@@ -139,13 +118,7 @@ class Session:
 
 @contextmanager
 def noted(progress: Progress, file: Path | None = None) -> Iterator[None]:
-    """What the library warns about becomes a note.
-
-    Parameters
-    ----------
-    file : path, optional
-        Where the notes of a step are kept whose results are, too: a run that finds them says the same.
-    """
+    """What the library warns about becomes a note; a run that finds notes in the file says the same."""
     kept: list[str] = read_json(file) if file is not None and file.exists() else []
     for text in kept:
         progress.note(text)
@@ -174,20 +147,7 @@ def open_session(
     layer: str | None,
     channel_dim: int | None,
 ) -> Session:
-    """Choose layer and method for a network and a class.
-
-    Parameters
-    ----------
-    settings : RunSettings
-        With `force`, LRP is taken where it is not valid, and subspaces that were made for something else.
-    network : Network
-    target : TargetClass
-    files : sequence of path
-        The first ones that can be read are looked at.
-    progress : Progress
-    layer, channel_dim
-        Where the concepts are, as far as it is known.
-    """
+    """Choose layer and method for a network and a class; the first files that can be read are looked at."""
     inputs = read_first(network, files, max(2, settings.batch_size))
     info = find_concept_layer(network, layer, inputs[:1], channel_dim)
     choice = choose_method(settings.backend, network, inputs[:2], target.output, settings.force, info.name)

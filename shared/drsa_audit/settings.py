@@ -39,9 +39,9 @@ class ModelSettings:
     size: int | None = setting("side of the inputs  [default: as published]", None, least=8)
     resize: int | None = setting("shorter side before the middle is cut out", None, least=8)
     mean: Sequence[float] | None = setting(
-        "of the inputs (pixels − mean) / std; one number or three", None, parse="numbers"
+        "of the inputs (pixels − mean) / std; one number or three", None, parse="numbers", metavar="NUMBERS"
     )
-    std: Sequence[float] | None = setting("as --mean", None, parse="numbers")
+    std: Sequence[float] | None = setting("as --mean", None, parse="numbers", metavar="NUMBERS")
     channel_order: str | None = setting(
         "order of the model's channels; Caffe and Keras take BGR  [default: the model's own]",
         None,

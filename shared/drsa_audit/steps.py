@@ -6,7 +6,6 @@ Each keeps its results in the work folder of the session, batch by batch, and go
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,25 +53,13 @@ OTHERS: dict[str, Callable[[int, int, Pairs], Subspaces]] = {
 
 @dataclass(frozen=True)
 class Learned:
-    """The concepts, and what is known of them.
-
-    Attributes
-    ----------
-    subspaces : Subspaces
-    history : list of float
-        Objective along the fit.
-    stability : dict or None
-        `index`, `is_stable`, `beats_chance`, `threshold`, `null_mean`; None if it was not tested.
-    choice : dict or None
-        Why there are so many: `best`; `is_chosen`, False if no K had stable and distinct concepts; for each K
-        `n_subspaces`, `index` of its least stable concept, `threshold`, `overlap`, `held_out` and
-        `null_objective`; `splits`, the parents of the concepts of each next K. None if the user said how
-        many.
-    """
+    """The concepts, and what is known of them, as JSON."""
 
     subspaces: Subspaces
-    history: list[float]
+    history: list[float]  # objective along the fit
+    # `index`, `is_stable`, `beats_chance`, `threshold`, `null_mean`; None if it was not tested.
     stability: dict[str, Any] | None = None
+    # Why there are so many; None if the user said how many.
     choice: dict[str, Any] | None = None
 
 
@@ -99,12 +86,9 @@ def collect(session: Session, work: Work, inputs: Tensor, positions: int, key: d
 def learn(session: Session, work: Work, pairs: Pairs, settings: FitSettings, key: dict[str, Any]) -> Learned:
     """The concepts of the class: learned once, and then read."""
     file, about = work.place("learned", key, ".safetensors"), work.place("learned", key, ".json")
-    # The estimate costs a fit, so that it is made for those only who read it, and not for fits that are done.
-    is_done = file.exists() and about.exists()
-    seconds = None if is_done or not session.progress.shown else _fit_seconds(pairs, settings)
     what = f"Learning concepts from {len(pairs)} pairs"
-    with session.step("concepts", what, seconds, work.place("learned", key, ".notes.json")):
-        if not is_done:
+    with session.step("concepts", what, notes=work.place("learned", key, ".notes.json")):
+        if not (file.exists() and about.exists()):
             found = _learn(session, pairs, settings)
             named = metadata_of(session.network, session.target, settings.model_name)
             found.subspaces.with_metadata(**named).save(file)
@@ -278,20 +262,6 @@ def _learned(found: Stability, choice: dict[str, Any] | None) -> Learned:
     }
     history = found.subspaces.metadata.get("history", [])
     return Learned(found.subspaces, [float(value) for value in history], about, choice)
-
-
-def _fit_seconds(pairs: Pairs, settings: FitSettings) -> float | None:
-    """About how long `_learn` takes, from the time of one fit from one start."""
-    tried = [k for k in TRIED if k <= pairs.a.shape[1] // 2] if settings.subspaces == AUTO else []
-    k = tried[len(tried) // 2] if tried else int(settings.subspaces)
-    begin = time.perf_counter()
-    try:
-        DRSA(k, balance=settings.balance, n_init=1, random_state=0, progress=False).fit(pairs)
-    except ValueError:
-        return None  # what is wrong with the pairs is said by the step itself
-    one = time.perf_counter() - begin
-    # Ten repetitions, in fewer directions, and the fit of all.
-    return one * (5 if tried or settings.stability else 2) * max(1, len(tried))
 
 
 def _as_tensors(session: Session, inputs: Tensor, pixels: Tensor, found: Explanation) -> dict[str, Tensor]:

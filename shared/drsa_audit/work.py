@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from drsa_core import Subspaces
 from drsa_core.storage import read_json, write_json
 
 from .progress import BadInput
@@ -19,20 +17,11 @@ class Work:
     """A folder of results, each under a name that holds a digest of what decided it.
 
     Another setting gives another name: what is still right is used again, and nothing is ever mixed.
-
-    Parameters
-    ----------
-    folder : path
-        Made if it is not there.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"cannot make the folder {folder} ({error.strerror}); name another one") from error
-        check_writable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
 
     def place(self, name: str, decided_by: Mapping[str, Any], suffix: str = "") -> Path:
         """Where a result with these settings lies, or will lie."""
@@ -64,33 +53,12 @@ def files_digest(files: list[Path]) -> str:
     return total.hexdigest()[:16]
 
 
-def subspaces_digest(subspaces: Subspaces) -> str:
-    """Stands for the blocks of subspaces, in their order and with their signs."""
-    total = hashlib.sha256(json.dumps(list(subspaces.dims)).encode())
-    for name, tensor in (("basis", subspaces.basis), ("dual", subspaces.dual)):
-        if tensor is not None:
-            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a folder in which no file can be made, before any work is done."""
-    probe = folder / f".drsa-{digest({'folder': folder})}.tmp"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise BadInput(f"cannot write to {folder} ({error.strerror}); name another place") from error
-
-
 def check_out(file: Path) -> None:
     """Refuse a file that cannot be written, before any work is done."""
     if file.is_dir():
         raise BadInput(f"{file} is a folder; give the name of a file in it")
     if not file.absolute().parent.is_dir():
         raise BadInput(f"there is no folder {file.absolute().parent} for {file.name}; make it first")
-    check_writable(file.absolute().parent)
 
 
 def work_folder(out: Path, given: Path | None = None) -> Path:

@@ -49,19 +49,7 @@ def make_wrapper(
     samples: int | None = None,
     channel_dim: int = 1,
 ) -> Wrapper:
-    """The adapter's wrapper of a method at a layer.
-
-    Parameters
-    ----------
-    method : {"lrp", "ig", "gxi", "shapley"}
-    network : Network
-    layer : str
-    subspaces : Subspaces, optional
-    samples : int, optional
-        Permutations of "shapley", by default the paper's 25.
-    channel_dim : int
-        Axis of the features in the layer's output: 1 for (N, D, H, W), −1 for tokens (N, T, D).
-    """
+    """The adapter's wrapper of a method at a layer; `samples` are permutations of "shapley"."""
     if method == "lrp":
         gradient = Gradient(network.model, network.composite(layer))
         return DisentangledAttributor(gradient, layer, subspaces, channel_dim=channel_dim)
@@ -115,27 +103,13 @@ class SeededBatches(Iterable[Tensor]):
 
 @dataclass(frozen=True)
 class Choice:
-    """The method, why it is that one, and what the doctor found.
-
-    Attributes
-    ----------
-    backend : str
-        Name of the method.
-    network : Network
-        With the LRP rules that passed, where they did.
-    reason : str
-        One sentence for the user.
-    is_other : bool
-        Whether it is another one than was asked for.
-    examination : dict or None
-        What the doctor found; None if it was not asked.
-    """
+    """The method, why it is that one, and what the doctor found."""
 
     backend: str
-    network: Network
+    network: Network  # with the LRP rules that passed, where they did
     reason: str
-    is_other: bool
-    examination: dict[str, Any] | None
+    is_other: bool  # than was asked for
+    examination: dict[str, Any] | None  # None if the doctor was not asked
 
 
 def choose_method(
@@ -148,20 +122,8 @@ def choose_method(
 ) -> Choice:
     """The wanted method, or for "lrp" on a model where it is not valid, Integrated Gradients.
 
-    Integrated Gradients need no rules, and their totals are known (Note B.3).
-
-    Parameters
-    ----------
-    wanted : {"lrp", "ig", "gxi", "shapley"}
-    network : Network
-    inputs : tensor, shape (N, 3, H, W)
-        A few real inputs for the doctor.
-    target : int
-        Number of the explained output.
-    force : bool
-        Take LRP also where the doctor finds fault with it.
-    layer : str, optional
-        Where concepts are found: some rules are others above it than below. The doctor examines these.
+    Integrated Gradients need no rules, and their totals are known (Note B.3). The doctor examines the rules
+    for the layer on the inputs; `force` takes LRP also where it finds fault with it.
     """
     if wanted not in NAMES:
         raise BadInput(f"backend must be one of {', '.join(NAMES)}, got {wanted!r}")

@@ -1,5 +1,6 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
+from .collection import collect_pairs
 from .contexts import ContextMethod, GradientContext, IntegratedGradientsContext, UpperNetwork
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
@@ -31,6 +32,7 @@ from .provenance import (
 )
 from .stability import ChoiceOfK, Lineage, Stability, choose_k, stability
 from .subspaces import Subspaces
+from .targets import select_scores
 from .token_maps import TokenLayout, TokenMaps
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "UpperNetwork",
     "check_provenance",
     "choose_k",
+    "collect_pairs",
     "concept_vectors",
     "context_from_relevance",
     "describe_target",
@@ -87,6 +90,7 @@ __all__ = [
     "netdissect_subspaces",
     "restored",
     "sample_pairs",
+    "select_scores",
     "stability",
     "target_order",
 ]

@@ -208,12 +208,6 @@ def unit_rows(rows: Tensor) -> Tensor:
     return rows / torch.where(lengths > 0, lengths, 1)
 
 
-def feature_relevance(a: Tensor, c: Tensor) -> tuple[Tensor, int]:
-    """E[a_j c_j] of each feature for a, c (N, D), as values (D,) in float64, and e: it is values · 2^e."""
-    (a, of_a), (c, of_c) = unit_scale(a), unit_scale(c)
-    return (a.double() * c.double()).mean(0), of_a + of_c
-
-
 # Libraries between the user's line and a warning of ours.
 _OURS = ("drsa_core", "zennit_drsa", "captum_drsa", "torch", "zennit", "captum", "contextlib")
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
+from tqdm import tqdm
 
 from .checks import ArrayLike, Seed, as_float, as_float_tensor, as_int, as_seed, full_precision, warn_user
-from .objective import Samples
-from .optimizers import Result, Search, Solve, gradient_ascent, quasi_newton
-from .prca import Activations, Estimator, block_sizes, with_provenance
+from .objective import Objective, prepared
+from .optimizers import (
+    Budget,
+    Result,
+    Solve,
+    ascend,
+    coarse_to_fine,
+    from_random_starts,
+    gradient_ascent,
+    quasi_newton,
+)
+from .prca import Activations, Estimator, Samples, block_sizes, with_provenance
 from .subspaces import Subspaces
 
 COARSE_TO_FINE = "coarse-to-fine"
@@ -22,6 +31,8 @@ SOLVERS: dict[str, tuple[Solve, int, float]] = {
     "quasi-newton": (quasi_newton, 500, 3e-6),
     "paper": (gradient_ascent, 5000, 0.0),
 }
+#: Seconds after which a fit shows its progress on a terminal.
+LONG = 5.0
 
 
 class ConvergenceWarning(UserWarning):
@@ -50,17 +61,17 @@ class DRSA(Estimator):
     random_state : int or None
         Seed of the starts, at least 0; the same seed gives the same result.
     progress : bool, optional
-        Show a progress bar, with the time that the iterations still take at most. Default: on a terminal,
-        for runs of more than five seconds.
-    balance : float
-        How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
-        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance, see `balanced`. 0 is the paper's objective, in which positions
-        count by the square of their evidence; with 1 all count the same. See Notes.
+        Show the iterations in full and their objective. Default: on a terminal, for fits of more than five
+        seconds.
     solver : {"coarse-to-fine", "quasi-newton", "paper"}
         "coarse-to-fine" runs all starts in the leading directions of the samples that matter, side by side
         on torch's threads, and one of the two best in full; where that saves nothing (D < 128, say), it is
         "quasi-newton", which runs every start in full. "paper" is gradient ascent with step 1 and symmetric
         orthogonalisation, the yardstick.
+    balance : float
+        How far unequal evidence is levelled before the fit, from 0 to 1: pairs are scaled such that R_kn
+        becomes R_kn / (‖a_n‖ ‖c_n‖)^balance. 0 is the paper's objective, in which positions count by the
+        square of their evidence; with 1 all count the same. See Notes.
 
     Attributes
     ----------
@@ -124,93 +135,87 @@ class DRSA(Estimator):
         `init` (D, D) is an orthogonal start to use instead of the `n_init` random ones; it is run in full.
         """
         samples = self._samples(a, c)
-        n_features = samples.template.shape[1]
+        n_features, n_total = samples.a.shape[1], samples.n_total
         dims = block_sizes(n_features, self.n_subspaces, self.dims)
-        chosen = self._checked_parameters()
-        if samples.n_samples < len(dims):
+        if n_total < len(dims):
             raise ValueError(
-                f"{len(dims)} subspaces need at least as many samples, got {samples.n_samples}; collect more "
-                "pairs"
+                f"{len(dims)} subspaces need at least as many samples, got {n_total}; collect more pairs"
             )
-        objective = samples.objective(dims, chosen.q, chosen.balance)
-        generator = np.random.default_rng(samples.seed(chosen.seed))
-        search = Search(chosen.max_iter, chosen.tol, generator, type(self).__name__, self.progress)
-        solve = SOLVERS[self.solver][0]
-        if init is not None:
-            self.results_ = search.from_start(
-                solve, objective, _check_start(init, n_features).to(samples.template)
-            )
-        elif self.solver == COARSE_TO_FINE:
-            self.results_ = search.coarse_to_fine(objective, chosen.n_init)
-        else:
-            self.results_ = search.from_random_starts(solve, objective, chosen.n_init)
-        self.reduced_results_ = search.reduced
-
-        best = max(self.results_, key=lambda result: result.objective)
-        if not best.converged and chosen.tol > 0:
-            warn_user(
-                f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {chosen.tol:g}); "
-                "raise max_iter, or tol if the objective in history_ is flat enough",
-                ConvergenceWarning,
-            )
-        self.objective_ = best.objective
-        self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged
-        self.subspaces_ = self._subspaces(best, dims, chosen, samples)
-        return self
-
-    def _subspaces(
-        self, best: Result, dims: tuple[int, ...], chosen: _Parameters, samples: Samples
-    ) -> Subspaces:
-        """The blocks of the best run, sorted by mean relevance E[a·c] (not a·a) within each."""
-        found = Subspaces(best.basis[:, : sum(dims)], dims)
-        order = samples.mean_relevance(found).argsort(descending=True, stable=True)
-        ordered = found.select(order.tolist())
-        solver = {
-            "name": type(self).__name__,
-            "solver": self.solver,
-            "q": chosen.q,
-            "balance": chosen.balance,
-            "objective": self.objective_,
-            "n_iter": self.n_iter_,
-            "converged": self.converged_,
-            "n_samples": samples.n_samples,
-        }
-        metadata = with_provenance({"solver": solver, "seed": chosen.seed}, samples.provenance)
-        return Subspaces(ordered.basis, ordered.dims, metadata=metadata)
-
-    def _checked_parameters(self) -> _Parameters:
         if not isinstance(self.solver, str) or self.solver not in SOLVERS:
             raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {self.solver!r}")
-        _, max_iter, tol = SOLVERS[self.solver]
-        return _Parameters(
-            q=as_float(self.q, "q"),
-            n_init=None if self.n_init is None else as_int(self.n_init, "n_init", 1),
-            max_iter=max_iter if self.max_iter is None else as_int(self.max_iter, "max_iter", 1),
-            tol=tol if self.tol is None else as_float(self.tol, "tol", 0),
-            balance=as_float(self.balance, "balance", 0, 1),
-            seed=as_seed(self.random_state),
+        solve, max_iter, tol = SOLVERS[self.solver]
+        max_iter = max_iter if self.max_iter is None else as_int(self.max_iter, "max_iter", 1)
+        tol = tol if self.tol is None else as_float(self.tol, "tol", 0)
+        n_init = None if self.n_init is None else as_int(self.n_init, "n_init", 1)
+        q, balance = as_float(self.q, "q"), as_float(self.balance, "balance", 0, 1)
+        seed = as_seed(self.random_state)
+
+        objective = Objective(*prepared(samples.a, samples.c, balance, samples.ranks), dims, q, samples.ranks)
+        reduced: list[Result] = []
+        with self._bar() as bar:
+
+            def show(value: float) -> None:
+                bar.update()
+                bar.set_postfix_str(f"objective {value:.5f}", refresh=False)
+
+            budget = Budget(max_iter, tol, np.random.default_rng(samples.seed(seed)), show)
+            if init is not None:
+                results = [ascend(solve, objective, _checked_start(init, samples.a), budget)]
+            elif self.solver == COARSE_TO_FINE:
+                results, reduced = coarse_to_fine(objective, n_init, budget)
+            else:
+                results = from_random_starts(solve, objective, n_init, budget)
+
+        best = max(results, key=lambda result: result.objective)
+        if not best.converged and tol > 0:
+            warn_user(
+                f"{type(self).__name__} stopped before it converged ({best.reason}; tol = {tol:g}); raise "
+                "max_iter, or tol if the objective in history_ is flat enough",
+                ConvergenceWarning,
+            )
+        self.results_, self.reduced_results_ = results, reduced
+        self.objective_ = best.objective
+        self.history_, self.n_iter_, self.converged_ = best.history, best.n_iter, best.converged
+        found = {
+            "name": type(self).__name__,
+            "solver": self.solver,
+            "q": q,
+            "balance": balance,
+            "objective": best.objective,
+            "n_iter": best.n_iter,
+            "converged": best.converged,
+            "n_samples": n_total,
+        }
+        metadata = with_provenance({"solver": found, "seed": seed}, samples.provenance)
+        self.subspaces_ = _by_relevance(Subspaces(best.basis[:, : sum(dims)], dims), samples, metadata)
+        return self
+
+    def _bar(self) -> Any:
+        return tqdm(
+            desc=type(self).__name__,
+            unit="iteration",
+            disable=None if self.progress is None else not self.progress,  # None: on a terminal
+            delay=0 if self.progress else LONG,
+            leave=bool(self.progress),
         )
 
 
-@dataclass(frozen=True)
-class _Parameters:
-    """Parameters of a fit as plain Python numbers, checked and with defaults filled in."""
-
-    q: float
-    n_init: int | None
-    max_iter: int
-    tol: float
-    balance: float
-    seed: int | None
+def _by_relevance(found: Subspaces, samples: Samples, metadata: dict[str, Any]) -> Subspaces:
+    """The blocks sorted by mean relevance E[a·c] (not a·a) within each."""
+    # Scales do not change the order, and without them relevance stays in range.
+    relevance = found.relevance(*prepared(samples.a, samples.c, 0, samples.ranks)).double().sum(0)
+    order = samples.ranks.sum(relevance).argsort(descending=True, stable=True)
+    ordered = found.select(order.tolist())
+    return Subspaces(ordered.basis, ordered.dims, metadata=metadata)
 
 
-def _check_start(init: ArrayLike, n_features: int) -> Tensor:
-    start = as_float_tensor(init, "init")
+def _checked_start(init: ArrayLike, like: Tensor) -> Tensor:
+    start, n_features = as_float_tensor(init, "init"), like.shape[1]
     if start.shape != (n_features, n_features):
         raise ValueError(
             f"init must have shape (D, D) = ({n_features}, {n_features}), got {tuple(start.shape)}"
         )
-    return Subspaces(start, [n_features]).basis  # complains if it is not orthogonal
+    return Subspaces(start, [n_features]).basis.to(like)  # complains if it is not orthogonal
 
 
 class DSA(DRSA):

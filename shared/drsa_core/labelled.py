@@ -1,7 +1,4 @@
-"""Labelled baselines: subspaces from concepts that someone has named, NetDissect (Note H) and IBD (Note I).
-
-They learn nothing from the relevance; `netdissect_subspaces` ranks its concepts by it.
-"""
+"""Labelled baselines: subspaces from concepts with names, NetDissect (Note H) and IBD (Note I)."""
 
 from __future__ import annotations
 
@@ -13,19 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checks import (
-    ArrayLike,
-    as_float,
-    as_int,
-    as_int_labels,
-    check_matrix,
-    check_nonzero,
-    check_pairs,
-    feature_relevance,
-    unit_rows,
-    unit_scale,
-)
-from .prca import Activations, unpack_pairs, with_provenance
+from .checks import ArrayLike, as_float, as_int, as_int_labels, check_matrix, check_nonzero, unit_rows
+from .prca import Activations, mean_relevance_of_features, unpack_pairs, with_provenance
 from .subspaces import RESIDUAL, Subspaces
 
 
@@ -53,12 +39,11 @@ def netdissect_subspaces(
     Returns
     -------
     Subspaces
-        Named after the concepts, best first. What the kept ones leave over is `completed()`'s residual.
+        Named after the concepts, best first; not completed.
     """
-    activations, contexts, provenance = unpack_pairs(a, c)
-    a, c = check_pairs(activations, contexts)
-    check_nonzero(a, c)
-    n_features = a.shape[1]
+    samples = unpack_pairs(a, c)
+    check_nonzero(samples.a, samples.c)
+    n_features = samples.a.shape[1]
     if isinstance(concepts, str | PathLike):
         concepts = _read_tally(Path(concepts))
     elif not isinstance(concepts, Mapping):
@@ -72,21 +57,15 @@ def netdissect_subspaces(
     for index in range(n_features):
         filters.setdefault(concepts[index], []).append(index)
     if n_subspaces is not None:
-        n_subspaces = as_int(n_subspaces, "n_subspaces", 1)
-        if n_subspaces > len(filters):
-            raise ValueError(
-                f"n_subspaces must be 1…{len(filters)}, the number of concepts, got {n_subspaces}"
-            )
-
-    relevance, _ = feature_relevance(a, c)
+        n_subspaces = as_int(n_subspaces, "n_subspaces", 1, len(filters))
+    relevance = mean_relevance_of_features(samples)
     # Ties in the order of the filters: the sort is stable.
     ranked = sorted(filters, key=lambda name: float(relevance[filters[name]].mean()), reverse=True)
     kept = ranked[:n_subspaces]
-    identity = torch.eye(n_features, dtype=a.dtype, device=a.device)
+    identity = torch.eye(n_features, dtype=samples.a.dtype, device=samples.a.device)
     basis = torch.cat([identity[:, filters[name]] for name in kept], dim=1)
-    dims = [len(filters[name]) for name in kept]
-    metadata = with_provenance({"solver": {"name": "NetDissect"}}, provenance)
-    return Subspaces(basis, dims, kept, metadata=metadata)
+    metadata = with_provenance({"solver": {"name": "NetDissect"}}, samples.provenance)
+    return Subspaces(basis, [len(filters[name]) for name in kept], kept, metadata=metadata)
 
 
 def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residual: bool = True) -> Subspaces:
@@ -105,36 +84,25 @@ def ibd_subspaces(vectors: ArrayLike, names: Sequence[str] | None = None, residu
         Add what the concepts do not span as a last block.
     """
     rows = check_matrix(vectors, "vectors")
-    for k, row in enumerate(rows):
-        if not row.any():
-            raise ValueError(f"concept vector {k} is zero and has no direction; leave it out")
     # Lengths cancel in R_k; unit vectors keep the numbers in range, and the rank tells about directions.
     basis = unit_rows(rows).T
     rank = int(torch.linalg.matrix_rank(basis))
     if rank < basis.shape[1]:
         raise ValueError(
             f"the {basis.shape[1]} concept vectors must be linearly independent, but span only {rank} "
-            f"of {basis.shape[0]} dimensions; leave out duplicates"
+            f"of {basis.shape[0]} dimensions; leave out duplicates and zeros"
         )
     dual = torch.linalg.pinv(basis).T
     if names is not None and RESIDUAL in names:
         raise ValueError(f"the name {RESIDUAL!r} is kept for what the concepts do not span")
     found = Subspaces(basis, [1] * basis.shape[1], names, dual, metadata={"solver": {"name": "IBD"}})
-    found = found.completed() if residual else found
-    try:
-        return found.to(dtype=rows.dtype)
-    except ValueError as error:
-        raise ValueError(
-            "some of the concept vectors are so nearly parallel, or dependent, that float32 cannot tell them "
-            "apart; leave one of these out, or give the vectors in float64"
-        ) from error
+    return (found.completed() if residual else found).to(dtype=rows.dtype)
 
 
 def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_decay: float = 1e-3) -> Tensor:
     """Directions that tell labelled activations from all others: the concept vectors of IBD (Note I).
 
-    A logistic regression for each label against the rest, by L-BFGS. The labels decide what a vector means:
-    with labels of classes instead of concepts it is a vector of the class.
+    A logistic regression for each label against the rest, by L-BFGS.
 
     Parameters
     ----------
@@ -150,38 +118,34 @@ def concept_vectors(a: ArrayLike, labels: ArrayLike | Sequence[int], weight_deca
     tensor, shape (K, D)
         The weights, for `ibd_subspaces`.
     """
-    rows = check_matrix(a, "a (activations)").detach()
-    dtype, weight_decay = rows.dtype, as_float(weight_decay, "weight_decay", 0)
-    numbers = as_int_labels(labels, len(rows), "activation")
+    rows, decay = check_matrix(a, "a (activations)"), as_float(weight_decay, "weight_decay", 0)
+    numbers = as_int_labels(labels, len(rows), "activation").to(rows.device)
     n_labels = int(numbers.max()) + 1
-    if n_labels < 2 or len(torch.unique(numbers)) != n_labels or int(numbers.min()) < 0:
+    if n_labels < 2 or torch.unique(numbers).tolist() != list(range(n_labels)):
         raise ValueError(
             f"labels must be the numbers 0…K − 1 with K ≥ 2, each at least once, got {torch.unique(numbers)}"
         )
     # Tensors of inference mode take no part in a backward pass; a copy from outside of it does.
     with torch.inference_mode(False), torch.enable_grad():
-        rows = unit_scale(rows.clone())[0].double()
-        rows = rows / rows.square().mean().sqrt().clamp(min=1e-30)
-        wanted = torch.nn.functional.one_hot(numbers, n_labels).to(rows)
-        weights = torch.zeros(
-            n_labels, rows.shape[1], dtype=rows.dtype, device=rows.device, requires_grad=True
-        )
-        biases = torch.zeros(n_labels, dtype=rows.dtype, device=rows.device, requires_grad=True)
+        scaled = rows.double().clone()
+        scaled /= scaled.square().mean().sqrt().clamp(min=1e-300)
+        wanted = torch.nn.functional.one_hot(numbers, n_labels).to(scaled)
+        weights = scaled.new_zeros(n_labels, rows.shape[1]).requires_grad_()
+        biases = scaled.new_zeros(n_labels).requires_grad_()
         optimiser = torch.optim.LBFGS(
             [weights, biases], max_iter=1000, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
         )
 
         def loss() -> Tensor:
             optimiser.zero_grad()
-            misfit = torch.nn.functional.binary_cross_entropy_with_logits(
-                rows @ weights.T + biases, wanted, reduction="none"
-            )
-            value: Tensor = misfit.mean(0).sum() + weight_decay / 2 * weights.square().sum()
+            logits = scaled @ weights.T + biases
+            misfit = torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+            value: Tensor = misfit.mean(0).sum() + decay / 2 * weights.square().sum()
             value.backward()
             return value
 
         optimiser.step(loss)
-    return weights.detach().to(dtype)
+    return weights.detach().to(rows.dtype)
 
 
 def _read_tally(path: Path) -> dict[int, str]:
@@ -192,9 +156,9 @@ def _read_tally(path: Path) -> dict[int, str]:
     concepts: dict[int, str] = {}
     for line, row in enumerate(rows, start=2):  # the first line holds the names of the columns
         unit, label = row["unit"] or "", row["label"]
-        if not unit.strip().isdecimal() or not label:
-            raise ValueError(f"{path}, line {line}: unit must be a number from 1 and label a name, got {row}")
-        if int(unit) - 1 in concepts:
-            raise ValueError(f"{path}, line {line}: unit {unit} is there twice")
+        if not unit.strip().isdecimal() or not label or int(unit) - 1 in concepts:
+            raise ValueError(
+                f"{path}, line {line}: unit must be a new number from 1 and label a name, got {row}"
+            )
         concepts[int(unit) - 1] = label
     return concepts

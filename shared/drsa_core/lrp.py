@@ -265,6 +265,14 @@ def passing(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return PassRelevance.apply(z, function)
 
 
+def scaled(x: Tensor, factor: Any) -> Tensor:
+    """x · factor, or the other way round: relevance passes the scale, which is learned or a number."""
+    if isinstance(x, nn.Parameter):
+        x, factor = factor, x
+    constant = factor.detach() if isinstance(factor, Tensor) else factor
+    return passing(x, lambda value: value * constant)
+
+
 def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """A `forward` for an activation or a gate, through which relevance passes unchanged to its input.
 
@@ -278,7 +286,7 @@ def passing_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
 _NAMES: dict[Any, str] = {
     F.scaled_dot_product_attention: "attention",
     **dict.fromkeys((Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__, torch.add), "add"),
-    **dict.fromkeys((Tensor.mul, Tensor.__mul__, torch.mul), "mul"),
+    **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), "mul"),
     **dict.fromkeys((Tensor.matmul, Tensor.__matmul__, torch.matmul), "matmul"),
     **dict.fromkeys((Tensor.mean, torch.mean), "mean"),
     **dict.fromkeys((Tensor.sum, torch.sum), "sum"),

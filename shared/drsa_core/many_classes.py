@@ -155,7 +155,7 @@ def fit_many(
         with ranks.all_or_none(f"opening {folder}"):
             if not job.settings.exists():
                 raise FileNotFoundError(f"rank {ranks.rank} does not see {folder}; all ranks need one folder")
-        with ranks.all_or_none("collecting"):
+        with explainer._session(), ranks.all_or_none("collecting"):
             batches = Batches(loader, ranks, progress, resumes=True)
             job.collect(explainer, batches, wanted)
         ranks.barrier("the end of the collection")
@@ -178,7 +178,7 @@ def fit_many(
                     failed[label] = f"{type(error).__name__}: {error}"
                 if ranks.is_first:
                     job.index(contents, names, failed).save()
-        said = ranks.messages([*failed.items()])
+        said = ranks.all_gather([*failed.items()])
         index = job.index(contents, names, {label: why for part in said for label, why in part})
         if ranks.is_first:
             index.save()

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from zennit.canonizers import Canonizer
 from zennit.layer import Sum
 
-from .lrp import ModuleEdits, passing, passing_forward, registered_copy
+from .lrp import ModuleEdits, passing_forward, registered_copy, scaled, with_operations
 
 FAMILIES = (
     "dm_nfnet_f*, nfnet_f*, nfnet_l0, eca_nfnet_l*, nf_resnet*, nf_seresnet*, nf_ecaresnet*, nf_regnet_b*, "
@@ -86,10 +86,23 @@ class NFNetCanonizer(Canonizer):  # type: ignore[misc]
                     self._edits.parameter(module, "weight", folded_weight(module))
                     self._edits.attribute(module, "forward", plain_forward(module))
                 elif type(module).__name__ == "NormFreeBlock":
-                    self._edits.child(module, "canonical_sum", Sum())
-                    self._edits.attribute(module, "forward", _block_forward(module))
+                    self._explicit_sum(module)
+                elif type(module).__name__ == "DropPath":
+                    self._edits.attribute(module, "forward", passing_forward(module))
             for activation in activations(net):
                 self._edits.attribute(activation, "forward", passing_forward(activation))
+
+    def _explicit_sum(self, block: Any) -> None:
+        """Scalings in a block's own code pass relevance, and its shortcut is summed by a module."""
+        self._edits.child(block, "canonical_sum", Sum())
+        if block.skipinit_gain is not None:  # which is multiplied in place
+            self._edits.attribute(block, "alpha", block.alpha * float(block.skipinit_gain.detach()))
+            self._edits.attribute(block, "skipinit_gain", None)
+
+        def add(z: Tensor, shortcut: Tensor) -> Any:
+            return block.canonical_sum(torch.stack((z, shortcut), dim=-1))
+
+        self._edits.attribute(block, "forward", with_operations(block.forward, mul=scaled, add=add))
 
     def remove(self) -> None:
         """Restore the model bit for bit."""
@@ -168,32 +181,3 @@ def plain_forward(conv: Any) -> Callable[[Tensor], Tensor]:
     from timm.layers.padding import pad_same
 
     return lambda x: nn.Conv2d.forward(conv, pad_same(x, conv.kernel_size, conv.stride, conv.dilation))
-
-
-def _block_forward(block: Any) -> Callable[[Tensor], Tensor]:
-    """Forward of a `NormFreeBlock` with scalings that pass relevance and an explicit sum."""
-
-    def attention(gate: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-        return passing(gate(z), lambda a: block.attn_gain * a)
-
-    def scale_residual(z: Tensor) -> Tensor:
-        z = block.drop_path(z)
-        if block.skipinit_gain is not None:
-            z = z * block.skipinit_gain
-        return z * block.alpha
-
-    def forward(x: Tensor) -> Tensor:
-        a = passing(block.act1(x), lambda value: value * block.beta)
-        shortcut = x if block.downsample is None else block.downsample(a)
-        z = block.conv2(block.act2(block.conv1(a)))
-        if block.conv2b is not None:
-            z = block.conv2b(block.act2b(z))
-        if block.attn is not None:
-            z = attention(block.attn, z)
-        z = block.conv3(block.act3(z))
-        if block.attn_last is not None:
-            z = attention(block.attn_last, z)
-        result: Tensor = block.canonical_sum(torch.stack((passing(z, scale_residual), shortcut), dim=-1))
-        return result
-
-    return forward

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from .storage import PathLike, read_header, read_rows, read_tensors, write_tenso
 
 _KIND, _FORMAT_VERSION = "pairs", 3
 
-#: Bytes that samples in work may take, by default.
+#: Bytes that pairs in work may take, by default.
 MEMORY = 2**30
-#: Arrays of a chunk's size that an evaluation of DRSA's objective holds at a time, generously counted.
-COPIES = 12
 
 
 class Pairs:
@@ -219,72 +216,30 @@ def balanced(a: Tensor, c: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
     return (a_double * factor).to(a.dtype), (c_double * factor).to(c.dtype)
 
 
-# Pairs that are spread over ranks, or larger than memory ---------------------------------------------------
-
-
 @dataclass(frozen=True)
-class HeldChunk:
-    """Rows in memory, shapes (n, D)."""
+class Chunk:
+    """Rows `begin` … `end` − 1 of pairs in memory or in a file, which is read when they are asked for."""
 
-    a: Tensor
-    c: Tensor
-
-    @property
-    def n_rows(self) -> int:
-        """How many."""
-        return len(self.a)
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """The rows, not copied."""
-        return self.a, self.c
-
-    def without_contexts(self) -> HeldChunk:
-        """The same with c = a."""
-        return HeldChunk(self.a, self.a)
-
-
-@dataclass(frozen=True)
-class FileChunk:
-    """Rows of files, in order, read when they are asked for.
-
-    Attributes
-    ----------
-    parts : tuple of (Path, int, int)
-        Files, the first row of each, and the row behind the last.
-    names : pair of str
-        The tensors that are read: "a" and "c", or "a" twice for methods that are blind to the model.
-    """
-
-    parts: tuple[tuple[Path, int, int], ...]
+    source: Pairs | Path
+    begin: int
+    end: int
     dtype: torch.dtype
     device: torch.device
-    names: tuple[str, str] = ("a", "c")
-
-    @property
-    def n_rows(self) -> int:
-        """How many."""
-        return sum(end - begin for _, begin, end in self.parts)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The rows, copied out of the files."""
-        rows = (read_rows(path, self.names, begin, end) for path, begin, end in self.parts)
-        read = [check_pairs(a, c) for a, c in rows]
-        a, c = (torch.cat(rows).to(self.device, self.dtype) for rows in zip(*read, strict=True))
-        return a, c
-
-    def without_contexts(self) -> FileChunk:
-        """The same with c = a."""
-        return FileChunk(self.parts, self.dtype, self.device, ("a", "a"))
-
-
-Chunk = HeldChunk | FileChunk
+        """Activations and contexts, shapes (n, D)."""
+        if isinstance(self.source, Pairs):
+            return self.source.a[self.begin : self.end], self.source.c[self.begin : self.end]
+        a, c = read_rows(self.source, ("a", "c"), self.begin, self.end)
+        a, c = check_pairs(a, c)
+        return a.to(self.device, self.dtype), c.to(self.device, self.dtype)
 
 
 class PairShards:
     """The pairs of all ranks, of which this rank holds or reads its own; solvers take them like `Pairs`.
 
     `PRCA(…).fit(shards)` and `DRSA(…).fit(shards)` give on every rank what one process gives that has all
-    pairs in memory, up to rounding. Pairs do not move between ranks: sums over them do.
+    pairs, up to rounding. Pairs do not move between ranks: sums over them do.
 
     Parameters
     ----------
@@ -295,8 +250,8 @@ class PairShards:
     """
 
     def __init__(self, pairs: Pairs, ranks: Ranks = ALONE) -> None:
-        held = HeldChunk(pairs.a, pairs.c)
-        self._set([held], pairs.a.shape[1], pairs.a.dtype, ranks, pairs.provenance, MEMORY)
+        whole = Chunk(pairs, 0, len(pairs), pairs.a.dtype, pairs.a.device)
+        self._set([whole], pairs.a.shape[1], pairs.a.dtype, ranks, pairs.provenance)
 
     @classmethod
     def from_files(
@@ -320,8 +275,8 @@ class PairShards:
             Whether all ranks see the same files, which are then split evenly between them; else each rank
             names its own.
         memory : int
-            Bytes that the samples in work may take at a time. What the solvers hold beside them does not
-            depend on the number of pairs.
+            Bytes that the chunk in work may take, in float64 and with its products. `PRCA` needs no more;
+            `DRSA` holds the pairs of its rank.
         device : device
             Where chunks are moved to.
         """
@@ -331,20 +286,24 @@ class PairShards:
         widths = {shape[1] for _, shape in shapes}
         if len(widths) != 1:
             raise ValueError(f"all files must have the same number of features, got {sorted(widths)}")
+        (n_features,) = widths
         provenance = common_provenance(
             [Provenance.from_dict(h["provenance"]) if h["provenance"] else None for _, h in described]
         )
-        n_features, n_rows = widths.pop(), [shape[0] for _, shape in shapes]
         dtype = torch.float64 if any(dtype == torch.float64 for dtype, _ in shapes) else torch.float32
-        mine = ranks.share(sum(n_rows)) if shared else range(sum(n_rows))
+        n_rows = sum(shape[0] for _, shape in shapes)
+        mine = ranks.share(n_rows) if shared else range(n_rows)
         # A chunk has at least 256 rows, so that products are large enough to be fast.
-        size = max(256, memory // (COPIES * n_features * dtype.itemsize))
-        chunks = []
-        for begin in range(mine.start, mine.stop, size):
-            parts = tuple(_rows_of_files(files, n_rows, begin, min(begin + size, mine.stop)))
-            chunks.append(FileChunk(parts, dtype, torch.device(device)))
+        size = max(256, memory // (32 * n_features))
+        chunks, first = [], 0
+        for file, (_, (n, _)) in zip(files, shapes, strict=True):
+            here = range(max(mine.start - first, 0), min(mine.stop - first, n))
+            for begin in here[::size]:
+                end = min(begin + size, here.stop)
+                chunks.append(Chunk(Path(file), begin, end, dtype, torch.device(device)))
+            first += n
         shards = cls.__new__(cls)
-        shards._set(chunks, n_features, dtype, ranks, provenance, memory)
+        shards._set(chunks, n_features, dtype, ranks, provenance)
         return shards
 
     def _set(
@@ -354,59 +313,20 @@ class PairShards:
         dtype: torch.dtype,
         ranks: Ranks,
         provenance: Provenance | None,
-        memory: int,
     ) -> None:
         self.chunks, self.n_features, self.dtype, self.ranks = tuple(chunks), n_features, dtype, ranks
-        self.provenance, self.memory = provenance, memory
+        self.provenance = provenance
         widths = set(ranks.all_gather(n_features))
         if len(widths) > 1:
             raise ValueError(f"all ranks must have the same number of features, got {sorted(widths)}")
+        self._n_pairs = sum(ranks.all_gather(sum(chunk.end - chunk.begin for chunk in chunks)))
 
     def __repr__(self) -> str:
         return (
-            f"PairShards({len(self)} pairs of {self.n_features} features, {self.n_own} of them here, in "
-            f"{len(self.chunks)} chunks, rank {self.ranks.rank} of {self.ranks.size})"
+            f"PairShards({len(self)} pairs of {self.n_features} features in {len(self.chunks)} chunks here, "
+            f"rank {self.ranks.rank} of {self.ranks.size})"
         )
 
     def __len__(self) -> int:
         """Number of pairs of all ranks."""
-        return sum(self.counts)
-
-    @property
-    def n_own(self) -> int:
-        """Number of pairs of this rank."""
-        return sum(chunk.n_rows for chunk in self.chunks)
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Number of pairs of each rank."""
-        return self.ranks.all_gather(self.n_own)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether this rank holds its pairs."""
-        return all(isinstance(chunk, HeldChunk) for chunk in self.chunks)
-
-    def without_contexts(self) -> PairShards:
-        """The same activations, with c = a, for methods that are blind to the model."""
-        blind = copy(self)
-        blind.chunks = tuple(chunk.without_contexts() for chunk in self.chunks)
-        return blind
-
-    def gathered(self) -> Pairs:
-        """All pairs on every rank: for collections that are smaller than what the solvers send anyway."""
-        empty = torch.empty(0, self.n_features, dtype=self.dtype)
-        read = [chunk.read() for chunk in self.chunks] or [(empty, empty)]
-        a, c = (torch.cat(rows) for rows in zip(*read, strict=True))
-        return Pairs(self.ranks.rows(a), self.ranks.rows(c), provenance=self.provenance)
-
-
-def _rows_of_files(
-    files: Sequence[PathLike], n_rows: Sequence[int], begin: int, end: int
-) -> Iterator[tuple[Path, int, int]]:
-    """Where the rows `begin` … `end` − 1, counted over all files, lie in each of them."""
-    first = 0
-    for file, n in zip(files, n_rows, strict=True):
-        if max(begin, first) < min(end, first + n):
-            yield Path(file), max(begin, first) - first, min(end, first + n) - first
-        first += n
+        return self._n_pairs

@@ -38,35 +38,17 @@ ConceptRelevance = Callable[[Tensor, int], Tensor]
 def mean_relevance(
     concept_relevance: ConceptRelevance, loader: Iterable[Any], target: int, progress: bool = True
 ) -> Tensor:
-    """E[R_k] over images of the class, shape (K,): what `RefinedModel` takes for the usual relevance.
+    """E[R_k] over images of the class `target`, shape (K,): the usual relevance for `RefinedModel`.
 
-    Parameters
-    ----------
-    concept_relevance : callable
-        As in `RefinedModel`.
-    loader : iterable
-        Batches: input tensors, or tuples or lists that start with one.
-    target : int
-        The class.
-    progress : bool
-        Show a progress bar.
+    `loader` gives batches: input tensors, or tuples or lists that start with one.
     """
-    target = as_int(target, "target", 0)
-    total, n_images = None, 0
+    batches = []
     for batch in tqdm(loader, desc="mean relevance", unit="batch", disable=not progress):
         x = batch[0] if isinstance(batch, tuple | list) else batch
-        relevance = _checked(concept_relevance(x, target), len(x))
-        # In float64: a sum over a data set, of batches that may differ in precision.
-        added = relevance.double().sum(0)
-        if total is not None and total.shape != added.shape:
-            raise ValueError(
-                f"concept_relevance gave {len(total)} concepts before, and {len(added)} for this batch"
-            )
-        total = added if total is None else total + added.to(total)
-        dtype, n_images = relevance.dtype, n_images + len(x)
-    if total is None or not n_images:
+        batches.append(_checked(concept_relevance(x, target), len(x)).cpu())
+    if not batches or not sum(map(len, batches)):
         raise ValueError("the loader gave no images")
-    return (total / n_images).to(dtype)
+    return torch.cat(batches).double().mean(0).to(batches[-1].dtype)
 
 
 def excess_relevance(relevance: Tensor, mean: Tensor) -> Tensor:
@@ -89,50 +71,45 @@ class DropIn(nn.Module):
 
     original: nn.Module
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, **constants: object) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch module, got {type(model).__name__}")
         self.training = model.training
         # The model is not a submodule: its children, parameters and buffers are ours, under their names,
-        # so that every key and layer name of the original is one of the refined model.
-        for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            object.__setattr__(self, own, getattr(model, own))
-        object.__setattr__(self, "original", model)
+        # so that every key and layer name of the original is one of the refined model. Constants are no part
+        # of the model either: torch would add a tensor or module to it.
+        shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+        constants |= {name: getattr(model, name) for name in shared} | {"original": model}
+        for name, value in constants.items():
+            object.__setattr__(self, name, value)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the original, too."""
         self.original.train(mode)
         return super().train(mode)
 
-    def _set_constant(self, name: str, value: object) -> None:
-        """Set an attribute that is no part of the model: torch would add a tensor or module to it."""
-        object.__setattr__(self, name, value)
-
 
 class RefinedModel(DropIn):
     """f − Σ_{k ∈ CH} max(0, R_k − E[R_k]): a model without the evidence of some concepts (Eq. 12).
 
-    A drop-in for the model: the same inputs and outputs, submodules, parameters and keys of `state_dict`,
-    which it shares with the model (moving, loading or training one does so to the other).
-    Only the output `target` is changed; wrap a refined model again to refine a second class.
+    A drop-in for the model: the same inputs and outputs, submodules, parameters and keys of `state_dict`, all
+    shared with it. Only the output `target` is changed; wrap a refined model again to refine a second class.
 
     Parameters
     ----------
     model : module
         The original, with outputs of shape (N, n_outputs). It is not changed.
     concept_relevance : callable
-        `concept_relevance(x, target) -> (N, K)`: the relevance R_k of each concept for an output of
-        the *original* model, e.g. the method of that name of `captum_drsa.DisentangledAttribution` or
-        `zennit_drsa.DisentangledAttributor` (see the examples). It is called with gradients enabled, also
-        under `no_grad` and `inference_mode`.
+        `concept_relevance(x, target) -> (N, K)`: R_k for an output of the *original* model, e.g. the method
+        of that name of either wrapper. It is called with gradients enabled, also under `no_grad`.
     target : int
         The output from which evidence is taken away.
     concepts : sequence of int
-        CH: the numbers of the concepts that are Clever Hans strategies.
+        CH: the numbers of the concepts to take away.
     mean_relevance : tensor, shape (K,), or None
-        E[R_k] over training images of the class, e.g. from `mean_relevance`. None subtracts the relevance R_k
-        itself, which also removes what the concept rightly has to say, and adds the evidence against it.
+        E[R_k] over training images of the class, from `mean_relevance`. None subtracts all of R_k, also what
+        the concept rightly has to say, and adds the evidence against it.
 
     Notes
     -----
@@ -160,18 +137,11 @@ class RefinedModel(DropIn):
         concepts: Sequence[int],
         mean_relevance: Tensor | None = None,
     ) -> None:
-        super().__init__(model)
-        if not callable(concept_relevance):
-            raise TypeError(
-                f"concept_relevance must be a function of (x, target), got {type(concept_relevance).__name__}"
-            )
-        self.concepts = _as_concepts(concepts)
         if mean_relevance is not None:
             mean_relevance = own_copy(as_float_tensor(mean_relevance, "mean_relevance"))
             check_finite(mean_relevance, "mean_relevance")
-        self.target = as_int(target, "target", 0)
-        self._set_constant("concept_relevance", concept_relevance)
-        self._set_constant("mean_relevance", mean_relevance)
+        super().__init__(model, concept_relevance=concept_relevance, mean_relevance=mean_relevance)
+        self.concepts, self.target = _as_concepts(concepts), as_int(target, "target", 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs (N, n_outputs), that of the target without the excess relevance."""
@@ -193,26 +163,22 @@ class RefinedModel(DropIn):
         # Tensors of inference mode cannot take part in a backward pass; a copy from outside it can.
         with torch.inference_mode(False), torch.enable_grad():
             relevance = _checked(self.concept_relevance(x.detach().clone(), self.target), len(x))
-        chosen, n_concepts = list(self.concepts), relevance.shape[1]
-        if n_concepts <= max(chosen):
-            raise ValueError(f"concept_relevance gave {n_concepts} concepts, but concepts = {self.concepts}")
-        if self.mean_relevance is None:
-            return relevance[:, chosen].sum(1)
-        if self.mean_relevance.shape != (n_concepts,):
+        chosen = list(self.concepts)
+        if relevance.shape[1] <= max(chosen):
             raise ValueError(
-                f"mean_relevance has shape {tuple(self.mean_relevance.shape)}, but concept_relevance gave "
-                f"{n_concepts} concepts: they belong to different subspaces"
+                f"concept_relevance gave {relevance.shape[1]} concepts, but concepts = {self.concepts}"
             )
-        return excess_relevance(relevance[:, chosen], self.mean_relevance[chosen]).sum(1)
+        if self.mean_relevance is not None:
+            relevance = excess_relevance(relevance, self.mean_relevance)
+        return relevance[:, chosen].sum(1)
 
 
 class ProjectedModel(DropIn):
     """A model in which some concepts are set back to their usual activation, only where they stand out.
 
-    `RefinedModel` subtracts relevance from one output (Eq. 12). That is exact only if R_k is the part of the
-    output that the concept is responsible for. Where LRP's relevance is on another scale, it takes too much,
-    and it cannot give back what the strategy has done to the other outputs. Here the concept is changed at
-    the layer, and the network above draws its own conclusions:
+    `RefinedModel` is exact only if R_k is the part of the output that the concept is responsible for, and it
+    cannot give back what the strategy has done to the other outputs. Here the concept is changed at the
+    layer, and the network above draws its own conclusions:
 
         s_p = (U_kᵀa_p)ᵀ(U_kᵀc̄),     a_p ← a_p − U_kU_kᵀ(a_p − ā) at positions p with s_p > t_k.
 
@@ -223,14 +189,13 @@ class ProjectedModel(DropIn):
     Parameters
     ----------
     model : module
-        The original, which is not changed. Submodules and parameters are shared with it, as in
-        `RefinedModel`.
+        The original, shared as in `RefinedModel`.
     layer : str or module
         The layer at which the concepts were learned, or its dotted name.
     subspaces : Subspaces
         The concepts.
     concepts : sequence of int
-        CH: the numbers of the concepts that are Clever Hans strategies.
+        As in `RefinedModel`.
     context : tensor, shape (D,)
         c̄: mean context of images of the class, e.g. `pairs.c.mean(0)`.
     reference : tensor, shape (M, D)
@@ -250,9 +215,8 @@ class ProjectedModel(DropIn):
 
     Notes
     -----
-    The model runs without canonizers. Zennit's canonizers merge a batch norm into the linear layer before it,
-    so that LRP sees another activation there than the model has: concepts of such a layer are refused. Learn
-    them at the batch norm, or after it.
+    Zennit's canonizers merge a batch norm into the linear layer before it, so that LRP sees another
+    activation there than the model has: concepts of such a layer are refused.
 
     Examples
     --------
@@ -282,43 +246,41 @@ class ProjectedModel(DropIn):
         *,
         strict: bool = False,
     ) -> None:
-        super().__init__(model)
-        self.layer_name, found_layer = find_layer(model, layer)
-        self.concepts, self.channel_dim = _as_concepts(concepts), as_int(channel_dim, "channel_dim")
-        if max(self.concepts) >= subspaces.n_subspaces:
-            raise ValueError(f"there are {subspaces.n_subspaces} subspaces, but concepts = {self.concepts}")
+        layer_name, found_layer = find_layer(model, layer)
+        concepts, channel_dim = _as_concepts(concepts), as_int(channel_dim, "channel_dim")
+        if max(concepts) >= subspaces.n_subspaces:
+            raise ValueError(f"there are {subspaces.n_subspaces} subspaces, but concepts = {concepts}")
         if (made := subspaces.provenance) is not None:
-            used = replace(
-                made, model=model_fingerprint(model), layer=self.layer_name, channel_dim=self.channel_dim
-            )
+            used = replace(made, model=model_fingerprint(model), layer=layer_name, channel_dim=channel_dim)
             check_provenance(made, used, "subspaces", strict)
-            _check_activation(model, found_layer, self.layer_name, made)
-        quantile = as_float(quantile, "quantile", 0, 1)
+            _check_activation(model, found_layer, layer_name, made)
         context = as_float_tensor(context, "context")
         check_finite(context, "context")
-        reference = check_matrix(as_float_tensor(reference, "reference"), "reference")
-        for name, found in (("context", context.shape), ("reference", reference.shape[1:])):
-            if found != (subspaces.n_features,):
+        reference = check_matrix(reference, "reference")
+        for name, shape in (("context", context.shape), ("reference", reference.shape[1:])):
+            if shape != (subspaces.n_features,):
                 raise ValueError(
                     f"{name} must have D = {subspaces.n_features} features as the subspaces, got shape "
-                    f"{tuple(found)}; e.g. pairs.c.mean(0) as context and pairs.a as reference"
+                    f"{tuple(shape)}; e.g. pairs.c.mean(0) as context and pairs.a as reference"
                 )
-        directions = torch.stack([subspaces.project_context(context, k, 0) for k in self.concepts])
+        directions = torch.stack([subspaces.project_context(context, k, 0) for k in concepts])
         # By sorting: torch's quantile refuses more than 16 million values.
         with full_precision():
             scores = (reference @ directions.to(reference).T).sort(0).values
-        self._set_constant("subspaces", subspaces)
-        self._set_constant("directions", own_copy(directions))
-        self._set_constant("usual", reference.mean(0))
-        self._set_constant("thresholds", scores[min(int(quantile * len(scores)), len(scores) - 1)])
+        place = min(int(as_float(quantile, "quantile", 0, 1) * len(scores)), len(scores) - 1)
+        super().__init__(
+            model,
+            subspaces=subspaces,
+            directions=own_copy(directions),
+            usual=reference.mean(0),
+            thresholds=scores[place],
+        )
+        self.layer_name, self.concepts, self.channel_dim = layer_name, concepts, channel_dim
 
     @full_precision()
     def scores(self, a: Tensor) -> Tensor:
-        """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …).
-
-        In float32 for half precision, where contexts of 1e-8 are zero.
-        """
-        a = a.float() if a.dtype in HALF else a
+        """s_p of each concept, shape (…, len(concepts)), of activations (N, …, D, …)."""
+        a = a.float() if a.dtype in HALF else a  # where contexts of 1e-8 are zero
         return a.movedim(self.channel_dim, -1) @ self.directions.to(a).T
 
     def set_back(self, a: Tensor) -> Tensor:
@@ -369,14 +331,14 @@ def _check_activation(model: nn.Module, layer: nn.Module, name: str, made: Prove
     if made.backend != "zennit" or not (made.method.startswith("LRP(") or " under " in made.method):
         return
     # In the order of definition, which is how Zennit's canonizers find a batch norm behind a linear layer.
-    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
-    last = [module for module in layer.modules() if not any(True for _ in module.children())][-1]
-    follower = next((after for before, after in pairwise(leaves) if before is last), None)
-    is_linear = isinstance(last, nn.Linear | nn.modules.conv._ConvNd)
+    leaves, last = (
+        [module for module in of.modules() if not list(module.children())] for of in (model, layer)
+    )
+    follower = next((after for before, after in pairwise(leaves) if before is last[-1]), None)
+    is_linear = isinstance(last[-1], nn.Linear | nn.modules.conv._ConvNd)
     if is_linear and isinstance(follower, nn.modules.batchnorm._BatchNorm):
         raise ValueError(
-            f"layer {name!r} ends with a {type(last).__name__}, and a {type(follower).__name__} follows, "
-            "which canonizers merge into it for LRP: the subspaces are of an activation that the model "
-            "itself does not have. Learn them at the batch norm or after it; if no canonizer was used, give "
-            "subspaces.with_provenance(None)"
+            f"canonizers merge the {type(follower).__name__} after layer {name!r} into it for LRP: the "
+            "subspaces are of an activation that the model does not have. Learn them at the batch norm or "
+            "after it; if no canonizer was used, give subspaces.with_provenance(None)"
         )

@@ -17,7 +17,8 @@ import timm
 import torchvision
 from drsa_audit import Network, load_network
 from drsa_audit.networks import SuitableRules
-from drsa_core import PRCA, PairStore, ProvenanceWarning, Subspaces
+from drsa_audit.wrappers import make_wrapper
+from drsa_core import PRCA, ProvenanceWarning, Subspaces
 from drsa_core.evaluation import Preprocessing
 from safetensors.torch import save_file
 from study.backends import Backend, relevance_at, with_gamma, with_upper_gamma
@@ -57,29 +58,20 @@ def image(size: int = 64) -> Tensor:
 
 @pytest.mark.parametrize("name", ["resnet18", "test_nfnet"])
 def test_networks_take_weights_from_a_file_and_bring_their_rules(tmp_path, name: str) -> None:
+    library = torchvision.models if name == "resnet18" else timm
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        if name == "resnet18":
-            original = shaken(torchvision.models.resnet18(weights=None))
-        else:
-            original = shaken(timm.create_model(name, pretrained=False))
+        original = shaken(getattr(library, "resnet18", lambda: timm.create_model(name))())
     torch.save(original.state_dict(), tmp_path / "weights.pt")
     network = load_network(name, tmp_path / "weights.pt")
     x = image()
     assert_same(network.model(x).detach(), original(x).detach())
-    activation: dict[str, int] = {}
-    handle = network.model.get_submodule(network.layer).register_forward_hook(
-        lambda module, args, output: activation.update(D=output.shape[1])
-    )
-    network.model(x)
-    handle.remove()
-    subspaces = Subspaces(torch.eye(activation["D"]), [1, activation["D"] - 1])
-    backend = Backend("lrp", network, network.layer)
-    maps = backend.explain(x, 0, subspaces)
-    assert maps.shape == (1, 2, 3, 64, 64)
-    assert maps.any()
-    whole = backend.attribute(x, 0)
-    assert float((maps.sum(1) - whole).abs().max()) <= 1e-5 * float(whole.abs().max())
+    context, _ = make_wrapper("lrp", network, network.layer).context(x, 0)
+    subspaces = Subspaces(torch.eye(context.shape[1]), [1, context.shape[1] - 1])
+    found = make_wrapper("lrp", network, network.layer, subspaces).explain(x, 0)
+    assert found.maps.shape == (1, 2, 3, 64, 64)
+    assert found.whole is not None
+    assert float((found.maps.sum(1) - found.whole).abs().max()) <= 1e-5 * float(found.whole.abs().max()) > 0
 
 
 def test_a_file_that_names_its_architecture_is_a_network(tmp_path) -> None:
@@ -91,16 +83,18 @@ def test_a_file_that_names_its_architecture_is_a_network(tmp_path) -> None:
     network = load_network(str(file))
     assert network.size == 96
     assert {value.dtype for value in network.model.state_dict().values()} == {torch.float32}
-    rounded = {name: value.float() for name, value in state.items()}
-    original.load_state_dict(rounded)
+    original.load_state_dict({name: value.float() for name, value in state.items()})
     assert_same(network.model(image(96)).detach(), original(image(96)).detach())
     assert (network.output_of(281), network.output_of(208)) == (0, 1)
     with pytest.raises(ValueError, match=r"knows the classes \(281, 208\), got 7"):
         network.output_of(7)
     with pytest.raises(ValueError, match=r"no default layer: name one, e\.g\. one of patch_embed"):
         network.layer_or(None)
-    assert network.layer_or("blocks.1") == "blocks.1"
     assert isinstance(network.composite("blocks.1"), TransformerGamma)
+    for wrong in ({}, {"architecture": "torchvision resnet18, stride in conv1"}):
+        save_file({"weight": torch.zeros(1)}, file, metadata=wrong)
+        with pytest.raises(ValueError, match=r"must say its architecture as 'timm NAME, key=value, …'"):
+            load_network(str(file))
 
 
 def mixer() -> nn.Module:
@@ -112,15 +106,7 @@ def test_a_family_without_rules_is_named() -> None:
         load_network(f"{__name__}:mixer").composite(None)
 
 
-@pytest.mark.parametrize("about", [{}, {"architecture": "torchvision resnet18, stride in conv1"}])
-def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path, about: dict[str, str]) -> None:
-    file = tmp_path / "x.safetensors"
-    save_file({"weight": torch.zeros(1)}, file, metadata=about)
-    with pytest.raises(ValueError, match=r"must say its architecture as 'timm NAME, key=value, …'"):
-        load_network(str(file))
-
-
-def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
+def test_factories_of_a_module_and_of_a_file(tmp_path) -> None:
     original = shaken(SmallVGG())
     weights = tmp_path / "small.safetensors"
     save_file(original.state_dict(), weights, metadata={"classes": "[208, 235, 281, 283]"})
@@ -128,9 +114,6 @@ def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
     assert_same(network.model(image()).detach(), original(image()).detach())
     assert network.output_of(283) == 3
     assert isinstance(network.composite("features.4"), VGGGamma)
-    maps = Backend("lrp", network, "features.4").explain(image(), 3, Subspaces(torch.eye(8), [3, 5]))
-    assert maps.any()
-
     file = tmp_path / "mine.py"
     file.write_text(
         "from dataclasses import replace\n"
@@ -141,16 +124,10 @@ def test_factories_of_a_module_and_of_a_file(tmp_path, monkeypatch) -> None:
     )
     network = load_network(f"{file}:factory", weights)
     assert (network.size, network.layer, network.output_of(208)) == (48, "features.1", 0)
-    assert_same(network.model(image()).detach(), original(image()).detach())
     with pytest.raises(TypeError, match="must return a torch module or a Network, got int"):
         load_network(f"{file}:wrong")
-    for name, message in {
-        f"{file}:nothing": "has no function 'nothing'",
-        f"{tmp_path}/other.py:factory": "there is no Python file",
-        "no_such_package.models:factory": "cannot import 'no_such_package.models'",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            load_network(name)
+    with pytest.raises(ValueError, match="there is no Python file"):
+        load_network(f"{tmp_path}/other.py:factory")
 
 
 @pytest.mark.parametrize("name", [f"{__name__}:SmallVGG", "test_nfnet"])
@@ -160,101 +137,66 @@ def test_rules_are_the_same_when_pairs_are_collected_and_when_they_are_explained
     model = SmallVGG() if "VGG" in name else timm.create_model(name, pretrained=False)
     torch.save(shaken(model).state_dict(), weights)
     network = load_network(name, weights)
-    backend = Backend("lrp", network, network.layer or "features.4")
-    pairs = backend.collect([image(), image(48)], 1, 20, 0, PairStore(tmp_path / "pairs"))
+    layer = network.layer or "features.4"
+    pairs = make_wrapper("lrp", network, layer).collect([image(), image(48)], 1, 20, 0)
     subspaces = PRCA(1).fit(pairs).subspaces_
     assert subspaces.provenance is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error", ProvenanceWarning)
-        backend.explain(image(), 1, subspaces)
+        make_wrapper("lrp", network, layer, subspaces).explain(image(), 1)
 
 
 def test_photographs_become_inputs_and_pictures() -> None:
     network = load_network(f"{__name__}:SmallVGG")
-    grey = Image.new("RGB", (40, 30), (51, 102, 204))
-    x = network.to_input(grey, 16)
-    expected = (torch.tensor([0.2, 0.4, 0.8]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
-        [0.229, 0.224, 0.225]
-    )
+    x = network.to_input(Image.new("RGB", (40, 30), (51, 102, 204)), 16)
+    colour = torch.tensor([0.2, 0.4, 0.8])  # 8-bit colours are exact here; float32 leaves 1e-6
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     assert x.shape == (3, 16, 16)
-    # 8-bit colours are exact here; float32 leaves 1e-6.
-    torch.testing.assert_close(x[:, 3, 5], expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(
-        network.to_picture(x)[:, 0, 0], torch.tensor([0.2, 0.4, 0.8]), atol=1e-6, rtol=0
-    )
+    torch.testing.assert_close(x[:, 3, 5], (colour - mean) / std, atol=1e-6, rtol=0)
+    torch.testing.assert_close(network.to_picture(x)[:, 0, 0], colour, atol=1e-6, rtol=0)
     assert network.to_picture(x[None]).shape == (1, 3, 16, 16)
 
 
-def test_another_gamma_below_a_layer() -> None:
-    model = timm.create_model("resnet18", num_classes=3).eval()
-    rules = SuitableRules(model, (0.5,) * 3, (0.25,) * 3)
-    network = Network(model, 32, Preprocessing.from_mean_std(0.5, 0.25), "layer3", rules)
-    x = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    found = Backend("lrp", with_gamma(network, 1.0), "layer3").attribute(x, 1)
-    low, high = torch.full((1, 3, 1, 1), -2.0), torch.full((1, 3, 1, 1), 2.0)
-    with Gradient(model, ConvNetGamma(1.0, low=low, high=high, layer="layer3")) as gradient:
-        expected = gradient(x, relevance_at(1))[1]
-    assert_same(found, expected.detach())
-    assert not torch.allclose(found, Backend("lrp", network, "layer3").attribute(x, 1))
-    with pytest.raises(ValueError, match="rules of its own"):
-        with_gamma(load_network(f"{__name__}:SmallVGG"), 0.1)
+def maps_of(network: Network, layer: str) -> Tensor:
+    return Backend("lrp", network, layer).attribute(image(), 1)
 
 
-def test_another_gamma_above_a_layer() -> None:
-    network = load_network(f"{__name__}:SmallVGG")
-    shaken(network.model)
-    x = image()
-    usual = Backend("lrp", network, "features.1").attribute(x, 1)
-    other = Backend("lrp", with_upper_gamma(network, "features.1", 5.0), "features.1").attribute(x, 1)
-    assert float((usual - other).abs().max()) > 1e-2 * float(usual.abs().max())
-    with pytest.raises(ValueError, match=r"there is no layer 'features\.9'"):
-        with_upper_gamma(network, "features.9", 0.0)
-
-
-def resnet() -> nn.Module:
-    return shaken(torchvision.models.resnet18(weights=None))
-
-
-def efficientnet() -> nn.Module:
-    return shaken(timm.create_model("test_efficientnet"))
-
-
-@pytest.mark.parametrize(("name", "layer"), [("resnet", "layer2"), ("efficientnet", "blocks.1")])
-def test_gamma_is_0_above_the_concept_layer(name: str, layer: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "layer"),
+    [
+        (lambda: torchvision.models.resnet18(weights=None), "layer2"),
+        (lambda: timm.create_model("test_efficientnet"), "blocks.1"),
+    ],
+)
+def test_gamma_below_the_concept_layer_and_above_it(build, layer: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = load_network(f"{__name__}:{name}")
-    black, white = (
-        network.preprocessing.to_inputs(pixels)
-        for pixels in (torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1))
-    )
-    x = image()
-
-    def maps(composite: ConvNetGamma) -> Tensor:
-        with Gradient(network.model, composite) as gradient:
-            relevance: Tensor = gradient(x, relevance_at(3))[1]
-        return relevance.detach()
-
-    expected = maps(ConvNetGamma(0.25, low=black, high=white, layer=layer, gamma_above=0.0))
-    assert_same(Backend("lrp", network, layer).attribute(x, 3), expected)
-    everywhere = maps(ConvNetGamma(0.25, low=black, high=white))
-    assert float((everywhere - expected).abs().max()) > 1e-2 * float(expected.abs().max())
-
-
-def test_upper_gamma_leaves_the_rules_below_as_they_are() -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = torchvision.models.resnet18(weights=None, num_classes=5).eval()
-        x = 4 * torch.rand(1, 3, 64, 64) - 2
+        model = shaken(build())
     rules = SuitableRules(model, (0.5,) * 3, (0.25,) * 3)
     network = Network(model, 64, Preprocessing.from_mean_std(0.5, 0.25), "", rules)
+    low, high = torch.full((1, 3, 1, 1), -2.0), torch.full((1, 3, 1, 1), 2.0)
 
-    def maps(network: Network) -> Tensor:
-        return Backend("lrp", network, "layer3").attribute(x, 1)
+    def by_hand(gamma: float) -> Tensor:
+        composite = ConvNetGamma(gamma, low=low, high=high, layer=layer, gamma_above=0.0)
+        with Gradient(model, composite) as gradient:
+            relevance: Tensor = gradient(image(), relevance_at(1))[1]
+        return relevance.detach()
 
-    # γ is 0 above the layer by itself.
+    assert_same(maps_of(network, layer), by_hand(0.25))
     for gamma in (0.1, 1.0):
         below = with_gamma(network, gamma)
-        assert_same(maps(with_upper_gamma(below, "layer3", 0.0)), maps(below))
-    with pytest.raises(ValueError, match="no convolution above 'layer4'"):
-        with_upper_gamma(network, "layer4", 1.0)
+        assert_same(maps_of(below, layer), by_hand(gamma))
+        # γ is 0 above the layer by itself.
+        assert_same(maps_of(with_upper_gamma(below, layer, 0.0), layer), by_hand(gamma))
+    other = maps_of(with_upper_gamma(network, layer, 5.0), layer)
+    assert float((other - by_hand(0.25)).abs().max()) > 1e-2 * float(other.abs().max())
+
+
+def test_gammas_that_cannot_be_chosen_are_refused() -> None:
+    network = load_network(f"{__name__}:SmallVGG")
+    with pytest.raises(ValueError, match="rules of its own"):
+        with_gamma(network, 0.1)
+    with pytest.raises(ValueError, match=r"there is no layer 'features\.9'"):
+        with_upper_gamma(network, "features.9", 0.0)
+    with pytest.raises(ValueError, match=r"no convolution above 'features\.4'"):
+        with_upper_gamma(network, "features.4", 1.0)

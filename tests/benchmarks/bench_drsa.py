@@ -26,15 +26,14 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from drsa_core import PRCA
-from drsa_core.drsa import block_sizes
 from drsa_core.objective import Objective
-from drsa_core.optimizers import Callback, Result, Search, Solve, gradient_ascent, random_orthogonal
+from drsa_core.optimizers import Budget, Result, coarse_to_fine, gradient_ascent
 from drsa_core.pairs import normalise
+from drsa_core.prca import block_sizes, random_orthogonal
 from torch import Tensor
 
 
@@ -60,29 +59,6 @@ def synthetic(n_samples: int, n_features: int, seed: int = 0) -> tuple[Tensor, T
     a = (a + 0.3 * torch.randn(n_samples, n_features, generator=generator) * a.std()).clamp(min=0)
     c = a * torch.rand(n_samples, n_features, generator=generator)
     return a, c + 0.3 * c.std() * torch.randn(n_samples, n_features, generator=generator)
-
-
-class TimedSearch(Search):
-    """A search that notes J and the seconds since `begin` after each iteration in full."""
-
-    begin: float
-    n_features: int
-    reached: list[tuple[float, float]]
-
-    def run(self, solve: Solve, *args: Any, **kwargs: Any) -> Result:
-        """One run, watched if it is in full."""
-
-        def watched(
-            problem: Objective, basis: Tensor, max_iter: int, tol: float, callback: Callback
-        ) -> Result:
-            def note(value: float) -> None:
-                if problem.n_features == self.n_features:
-                    self.reached.append((value, time.perf_counter() - self.begin))
-                callback(value)
-
-            return solve(problem, basis, max_iter, tol, note)
-
-        return super().run(watched, *args, **kwargs)
 
 
 class Goals:
@@ -111,12 +87,16 @@ def loop_seconds(objective: Objective, start: Tensor, iterations: int) -> tuple[
     return seconds[-1] / result.n_iter, result
 
 
-def default_fit(objective: Objective, seed: int) -> tuple[TimedSearch, float, float]:
-    """The search with what it reached and when, the objective, and the seconds of it all."""
-    search = TimedSearch(500, 3e-6, np.random.default_rng(seed), "DRSA", False)
-    search.reached, search.n_features, search.begin = [], objective.n_features, time.perf_counter()
-    runs = search.coarse_to_fine(objective, None)
-    return search, max(result.objective for result in runs), time.perf_counter() - search.begin
+def default_fit(objective: Objective, seed: int) -> tuple[list[tuple[float, float]], float, float]:
+    """J and the seconds after each iteration in full, the objective, and the seconds of it all."""
+    reached: list[tuple[float, float]] = []
+    begin = time.perf_counter()
+
+    def note(value: float) -> None:
+        reached.append((value, time.perf_counter() - begin))
+
+    runs, _ = coarse_to_fine(objective, None, Budget(500, 3e-6, np.random.default_rng(seed), note))
+    return reached, max(result.objective for result in runs), time.perf_counter() - begin
 
 
 def compare(sets: dict[str, tuple[Tensor, Tensor]], options: argparse.Namespace) -> None:
@@ -139,11 +119,11 @@ def compare(sets: dict[str, tuple[Tensor, Tensor]], options: argparse.Namespace)
             if not options.measure:
                 goals.add(key, loop.objective)
             goal = goals.values.get(key)
-            search, best, seconds = default_fit(objective, seed)
+            iterations, best, seconds = default_fit(objective, seed)
             found.append(best)
             reached = None
             if goal is not None:
-                reached = next((s for value, s in search.reached if value >= goal * (1 - 1e-6)), None)
+                reached = next((s for value, s in iterations if value >= goal * (1 - 1e-6)), None)
             to_goal = ("–", "–") if reached is None else (f"{reached:.2f}", f"{whole_loop / reached:.0f}")
             print(
                 f"| {name} | {len(a)} | {a.shape[1]} | {options.subspaces} | {seed} | {whole_loop:.0f} | "

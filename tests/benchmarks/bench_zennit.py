@@ -82,12 +82,10 @@ def one_map(model: nn.Module, composite: str) -> Callable[[Tensor], object]:
     return lambda input: attributor(input, lambda output: output.detach())
 
 
-def k_maps(
-    model: nn.Module, composite: str, n_subspaces: int, chunk: int | None = None
-) -> Callable[[Tensor], object]:
+def k_maps(model: nn.Module, composite: str, n_subspaces: int) -> Callable[[Tensor], object]:
     subspaces = RandomSubspaces(n_subspaces, random_state=0).fit(torch.zeros(1, N_FEATURES)).subspaces_
     wrapped = Gradient(model, COMPOSITES[composite]())
-    attributor = DisentangledAttributor(wrapped, LAYER, subspaces, chunk=chunk)
+    attributor = DisentangledAttributor(wrapped, LAYER, subspaces)
     return lambda input: attributor(input, lambda output: output.detach())
 
 

@@ -127,6 +127,7 @@ class ZennitCase(Case):
     def run(self) -> Result:
         torch.manual_seed(0)
         target = torch.eye(3)[[1]]
+        self.attributor.validated = self.form not in ("alone", "collect")  # these validate in each run
         if self.form == "alone":
             return self.attributor(self.x, target)
         if self.form == "collect":
@@ -144,7 +145,7 @@ class ZennitCase(Case):
     def leftovers(self) -> Any:
         own = self.attributor.composite
         theirs = [] if self.composite is None else [*self.composite.handles, *self.composite.hook_refs]
-        return len(own.handles), len(own.hook_refs), len(theirs), own._guard
+        return len(own.handles), len(own.hook_refs), len(theirs), self.attributor._registered
 
 
 class FilterCase(Case):
@@ -160,13 +161,14 @@ class FilterCase(Case):
 
     def run(self) -> Result:
         x = self.x.clone().requires_grad_()
+        self.composite.filter._validated.clear()
         with self.composite.context(self.model) as model:
             output = model(x)
             return torch.autograd.grad(output, x, torch.eye(3)[[1]])
 
     def leftovers(self) -> Any:
         theirs = 0 if self.users is None else len(self.users.handles)
-        return len(self.composite.handles), theirs, self.composite._guard
+        return len(self.composite.handles), theirs, self.composite._context
 
 
 class DoctorCase(Case):

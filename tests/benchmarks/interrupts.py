@@ -39,7 +39,7 @@ from tqdm import tqdm
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[2] / "shared")]
 
 import drsa_core  # noqa: E402
-from drsa_core.layer import guard  # noqa: E402
+from drsa_core import model_state as restoring  # noqa: E402
 from interrupt_cases import CASES, Case, Result  # noqa: E402
 
 import captum_drsa  # noqa: E402
@@ -89,15 +89,15 @@ class Injection:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """The handler in place, and the trace function too, which `stop` takes off."""
-        own_handle = guard._Interrupts._handle
+        own_handle = restoring.restored._handle
 
-        def noticed(interrupts: guard._Interrupts, number: int, frame: FrameType | None) -> None:
-            own_handle(interrupts, number, frame)
+        def noticed(context: restoring.restored, number: int, frame: FrameType | None) -> None:
+            own_handle(context, number, frame)
             self._go_on(frame)
 
         before = signal.signal(signal.SIGINT, self.handle)
         try:
-            with mock.patch.object(guard._Interrupts, "_handle", noticed):
+            with mock.patch.object(restoring.restored, "_handle", noticed):
                 yield
         finally:
             signal.signal(signal.SIGINT, before)
@@ -205,7 +205,8 @@ def _state(case: Case) -> dict[str, Any]:
         "model": model_state(case.model),
         "attributor": case.leftovers(),
         "settings of PyTorch": (*torch_settings, torch.is_inference_mode_enabled()),
-        "lock": guard._lock_of(case.model)._is_owned(),
+        "lock": (lock := restoring._locks.get(case.model)) is not None and lock._is_owned(),
+        "contexts": len(restoring._entered),
     }
 
 

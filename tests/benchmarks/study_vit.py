@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from captum.attr import InputXGradient, IntegratedGradients
 from drsa_audit import load_network
-from drsa_audit.images import ClassFolder, class_folders
 from drsa_core import DRSA, DSA, PCA, PRCA, MaxRel, Pairs, RandomSubspaces, Solver, Subspaces, learn_subspaces
 from drsa_core.evaluation import class_means, patch_flipping, summarise
 from PIL import Image
+from study.classes import ClassFolder, class_folders
 from torch import Tensor, nn
 from torchvision import transforms
 from zennit.attribution import Gradient

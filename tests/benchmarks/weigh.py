@@ -76,7 +76,7 @@ def passes(call: Callable[[], Any], model: nn.Module) -> int:
         nonlocal count
         count += 1
 
-    handle = model[0].register_forward_pre_hook(counted)  # type: ignore[index, operator]
+    handle = model[0].register_forward_pre_hook(counted)  # type: ignore[index]
     call()
     handle.remove()
     return count
@@ -105,7 +105,9 @@ def main() -> None:
     target: Tensor = torch.tensor([0, 1])
     calls = {
         "DisentangledAttributor(x, y)": lambda: attributor(x, y),
-        "DisentangledAttribution(IntegratedGradients(m)).attribute": lambda: method.attribute(x, target=target),
+        "DisentangledAttribution(IntegratedGradients(m)).attribute": lambda: method.attribute(
+            x, target=target
+        ),
     }
     for name, call in calls.items():
         call()

@@ -59,7 +59,6 @@ def split(method, layer="features.4", n_features=8, **options) -> DisentangledAt
         [(3,), (3,)],
         lambda y: y[:, 3],
     ],
-    ids=str,
 )
 def test_every_form_of_target(method, target: Any) -> None:
     context = ShapleyContext(2) if method is ShapleyValueSampling else None
@@ -79,7 +78,7 @@ def test_targets_of_each_example() -> None:
 
 
 @pytest.mark.parametrize("method", [InputXGradient, IntegratedGradients, LRP, DeepLift, KernelShap])
-@pytest.mark.parametrize("target", [[-4, -2], np.array([1, 3]), torch.tensor([[1], [3]])], ids=str)
+@pytest.mark.parametrize("target", [[-4, -2], np.array([1, 3]), torch.tensor([[1], [3]])])
 def test_whole_maps_of_targets_that_captum_does_not_take(method, target: Any) -> None:
     da = split(method(conv_net()), context_method=None if method is LRP else "gradient")
     found: list[Any] = []

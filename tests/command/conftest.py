@@ -1,4 +1,4 @@
-"""Pictures and a finished audit of the tiny network, made once."""
+"""Pictures, concepts and a finished audit of the tiny network, made once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 pytest.importorskip("cv2")
 from .running import succeeded
-from .tiny import INPUT, MODEL, pictures
+from .tiny import FIT, GXI, INPUT, MODEL, pictures
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,14 @@ def finished(tmp_path_factory, folders) -> Finished:
     """An audit with everything in it."""
     train, test = folders
     out = tmp_path_factory.mktemp("audit") / "report.html"
-    succeeded(
-        "audit", MODEL, *INPUT, "--train", train, "--test", test, "--target", "blobs", "--out", out,
-        "--subspaces", 2, "--layer", "4",
-    )  # fmt: skip
+    words = ("--train", train, "--test", test, "--target", "blobs", "--out", out, "--subspaces", 2)
+    succeeded("audit", MODEL, *INPUT, *words, "--layer", "4")
     return Finished(out, out.with_suffix(".drsa"), train, test)
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory, folders) -> Path:
+    """A file with two concepts of class 0, learned with gradients."""
+    out = tmp_path_factory.mktemp("fit") / "blobs.safetensors"
+    succeeded("fit", MODEL, *INPUT, *GXI, "--train", folders[0], "--out", out, *FIT)
+    return out

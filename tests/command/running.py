@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -26,12 +25,11 @@ def refused(*words: str | Path | int) -> str:
     result = drsa(*words)
     assert result.exit_code == 2, f"{result.exit_code}: {result.stderr}{result.exception!r}"
     assert not result.stdout
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("drsa: ")
-    return lines[0]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("drsa: ")
+    return line
 
 
-def files_in(folder: Path) -> Sequence[Path]:
+def files_in(folder: Path) -> list[Path]:
     """All files in a folder and below it."""
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -29,6 +29,10 @@ def test_shares_are_those_of_positive_relevance() -> None:
     assert shares(relevance).tolist() == [0.75, 0.25]
     assert mixtures(relevance).tolist() == [[0.75, 0.25], [0.0, 0.0]]  # nothing positive: nothing to share
     assert share_against(relevance) == pytest.approx(2 / 6)
+    # Of images with little evidence they are those of the mean image: 10, 1 and 1; the mean is 4.
+    relevance = torch.tensor([[8.0, 2.0], [1.0, -3.0], [0.0, 1.0]])
+    assert steady_shares(relevance).tolist() == [[0.8, 0.2], [0.25, 0.0], [0.0, 0.25]]
+    assert not steady_shares(torch.full((3, 2), -1.0)).any()
 
 
 def test_a_concept_that_is_there_or_not_is_found_with_its_images() -> None:
@@ -36,12 +40,13 @@ def test_a_concept_that_is_there_or_not_is_found_with_its_images() -> None:
     relevance[:, 2] = 0.05
     relevance[[1, 4, 5, 9, 13], 2] = 4.0
     (found,) = two_groups(relevance)
-    assert found.concepts == (2,)
-    assert found.images == [1, 4, 5, 9, 13]
+    assert (found.concepts, found.images) == ((2,), [1, 4, 5, 9, 13])
     expected = steady_shares(relevance)[:, 2]
     assert found.share_there == pytest.approx(float(expected[found.images].mean()))
     rest = [n for n in range(20) if n not in found.images]
     assert found.share_elsewhere == pytest.approx(float(expected[rest].mean()))
+    relevance[[1, 4, 5], 2] = 0.05  # two images are too few for a group
+    assert two_groups(relevance) == []
 
 
 def test_concepts_of_the_same_images_are_one_finding() -> None:
@@ -61,17 +66,7 @@ def test_a_concept_that_is_left_where_others_are_missing_is_no_finding() -> None
     (found,) = two_groups(relevance)  # the first one has 9 % and 100 %, but always the same relevance
     assert found.concepts == (1,)
     assert two_groups(torch.full((10, 2), -1.0)) == []
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_smooth_spread_is_no_finding(seed: int) -> None:
-    assert two_groups(spread(24, 4, seed)) == []
-
-
-def test_shares_of_images_with_little_evidence_are_those_of_the_mean_image() -> None:
-    relevance = torch.tensor([[8.0, 2.0], [1.0, -3.0], [0.0, 1.0]])  # 10, 1 and 1; the mean is 4
-    assert steady_shares(relevance).tolist() == [[0.8, 0.2], [0.25, 0.0], [0.0, 0.25]]
-    assert not steady_shares(torch.full((3, 2), -1.0)).any()
+    assert all(two_groups(spread(24, 4, seed)) == [] for seed in range(20))
 
 
 @pytest.mark.parametrize("n_images", [24, 40, 100])
@@ -87,13 +82,6 @@ def test_a_smooth_spread_rarely_has_two_groups(n_images: int) -> None:
     assert exceeded <= 8  # two are expected
 
 
-def test_two_images_are_too_few_for_a_group() -> None:
-    relevance = spread(20, 3)
-    relevance[:, 2] = 0.01
-    relevance[[3, 7], 2] = 5.0
-    assert two_groups(relevance) == []
-
-
 def test_an_unusual_mixture_is_an_outlier() -> None:
     usual = spread(40, 3)
     images = spread(10, 3, seed=1)
@@ -102,9 +90,12 @@ def test_an_unusual_mixture_is_an_outlier() -> None:
     assert (found.image, found.concept) == (6, 2)
     assert found.share == pytest.approx(6 / 6.2, abs=1e-6)  # float32 entries
     assert outliers(spread(10, 3, seed=2), usual) == []
+    # An image that no concept speaks for has no shares, not a third of no evidence.
+    (found,) = outliers(torch.tensor([[-3.0, -1.0, -2.0]]), torch.tensor([[9.0, 1.0, 0.0]]) + 0.1 * usual)
+    assert (found.image, found.concept, found.share) == (0, 0, 0.0)
 
 
-def test_what_is_usual_of_an_even_number_of_images_lies_between_two_of_them() -> None:
+def test_the_usual_mixture_of_an_even_number_of_images_lies_between_two_of_them() -> None:
     usual = torch.tensor([[1.0, 9], [2, 8], [4, 6], [6, 4]])
     (found,) = outliers(torch.tensor([[10.0, 0]]), usual)
     # By the formulas: shares 0.1, 0.2, 0.4 and 0.6 of the first concept, the rest of the second.
@@ -115,14 +106,6 @@ def test_what_is_usual_of_an_even_number_of_images_lies_between_two_of_them() ->
     expected = (0.5 * (abs(1 - middle[0]) + abs(0 - middle[1])) - median(distances)) / spread_of_distances
     assert found.usual_share == pytest.approx(0.3)
     assert found.distance == pytest.approx(expected)
-
-
-def test_an_image_that_no_concept_speaks_for_has_no_shares() -> None:
-    images = torch.tensor([[-3.0, -1.0, -2.0]])
-    usual = torch.tensor([[9.0, 1.0, 0.0]]) + 0.1 * spread(40, 3)
-    (found,) = outliers(images, usual)
-    assert (found.image, found.concept, found.share) == (0, 0, 0.0)  # not a third of no evidence
-    assert found.usual_share == pytest.approx(0.88, abs=0.01)  # (9 + 0.1) / (10 + 0.3)
 
 
 def test_half_of_a_map_lies_on_the_smallest_part_that_holds_it() -> None:

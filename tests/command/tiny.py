@@ -15,6 +15,8 @@ CLASSES = ("0_blobs", "1_bars", "2_noise")
 MODEL = "tests.command.tiny:network"
 #: What every command needs to know of the network.
 INPUT = ("--size", str(SIZE), "--resize", str(SIZE), "--mean", "0.5", "--std", "0.25")
+GXI = ("--backend", "gxi")
+FIT = ("--layer", "4", "--target", "0", "--subspaces", 2, "--no-stability")
 
 
 def network() -> nn.Sequential:

@@ -12,11 +12,8 @@ from drsa_core import (
     PRCA,
     Pairs,
     Subspaces,
-    netdissect_subspaces,
     sample_pairs,
 )
-
-from tests import golden
 
 from .test_provenance import made
 
@@ -79,43 +76,6 @@ def test_bad_pairs_are_named() -> None:
         )
     with pytest.raises(ValueError, match=r"image must have shape \(1,\), got \(2,\)"):
         Pairs(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([0, 1]))
-
-
-def test_netdissect_ranks_concepts_by_relevance_per_filter(tmp_path) -> None:
-    a = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]])
-    c = torch.tensor([[5.0, 1.0, 2.0, 3.0, -1.0]])
-    # sky: (5 + 1) / 2 = 3, tree: (2 + 3 − 1) / 3 = 4/3
-    concepts = ["sky", "sky", "tree", "tree", "tree"]
-    subspaces = netdissect_subspaces(concepts, a, c, n_subspaces=2)
-    assert (subspaces.names, subspaces.dims) == (("sky", "tree"), (2, 3))
-    assert subspaces.relevance(a, c).tolist() == [[6.0, 4.0]]
-    only = netdissect_subspaces(dict(enumerate(concepts)), a, c, n_subspaces=1)
-    assert only.completed().relevance(a, c).tolist() == [[6.0, 4.0]]
-    tally = tmp_path / "tally.csv"
-    tally.write_text(
-        "unit,category,label\n" + "".join(f"{j + 1},x,{name}\n" for j, name in enumerate(concepts))
-    )
-    assert torch.equal(netdissect_subspaces(tally, a, c, None).basis, subspaces.basis)
-    with pytest.raises(ValueError, match=r"each of the 5 filters 0…4, got 4 filters"):
-        netdissect_subspaces(concepts[:4], a, c)
-    with pytest.raises(ValueError, match="1…2, the number of concepts, got 4"):
-        netdissect_subspaces(concepts, a, c)
-    tally.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="columns unit and label"):
-        netdissect_subspaces(tally, a, c)
-
-
-def test_netdissect_on_a_real_tally() -> None:
-    tally = golden.SHARED / "data" / "netdissect" / "torchvision-vgg16-conv4_3.csv"
-    if not tally.is_file():
-        pytest.skip("the tally is not at hand")
-    generator = torch.Generator().manual_seed(0)
-    a, c = torch.rand(10, 512, generator=generator), torch.rand(10, 512, generator=generator)
-    subspaces = netdissect_subspaces(tally, a, c, None)
-    assert subspaces.is_complete
-    assert subspaces.n_subspaces == 114  # the paper's table of concepts found at Conv4_3 of VGG16-TV
-    scores = subspaces.relevance(a, c).mean(0) / torch.tensor(subspaces.dims)
-    assert (scores.diff() <= 1e-6).all()
 
 
 def test_pairs_are_values() -> None:

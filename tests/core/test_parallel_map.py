@@ -1,14 +1,12 @@
-"""Runs side by side: order, errors, torch's threads, and a fit that does not depend on their number."""
+"""Runs side by side: order, errors, and torch's threads."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from drsa_core import DRSA
 from drsa_core.distributed import parallel_map
 
 
@@ -49,23 +47,3 @@ def test_an_error_ends_it_and_leaves_the_threads(two_threads: None, kind: type[B
         parallel_map(run, range(1000))
     assert len(begun) < 1000
     assert torch.get_num_threads() == 2
-
-
-def test_a_fit_does_not_depend_on_how_many_starts_run_at_once() -> None:
-    generator = np.random.default_rng(0)
-    spectrum = 1 / (1 + np.arange(160))  # few directions hold most of the energy: there is a reduced problem
-    a = (generator.exponential(size=(600, 160)) * spectrum).astype(np.float32)
-    c = a * generator.random((600, 160), dtype=np.float32)
-    before, models = torch.get_num_threads(), []
-    try:
-        for n_threads in (1, 3):
-            torch.set_num_threads(n_threads)
-            models.append(DRSA(4, n_init=5, tol=1e-2, random_state=0).fit(a, c))
-            assert torch.get_num_threads() == n_threads
-    finally:
-        torch.set_num_threads(before)
-    one, three = (model.reduced_results_ for model in models)
-    assert len(one) == 5
-    for first, second in zip(one, three, strict=True):
-        assert torch.equal(first.basis, second.basis)
-        assert first.history == second.history

@@ -63,14 +63,6 @@ def test_positions_that_stand_out_are_set_back_as_the_formula_says() -> None:
     torch.testing.assert_close(projected(x), model[3:](expected), rtol=1e-5, atol=1e-6)
 
 
-def test_references_are_left_alone_at_quantile_one() -> None:
-    model, (_, context, subspaces) = network(), tensors()
-    usual = reference(model)
-    projected = ProjectedModel(model, LAYER, subspaces, [1], context, usual, quantile=1.0)
-    a = usual.view(4, 4, 4, 6).movedim(-1, 1)
-    assert torch.equal(projected.set_back(a), a)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_small_contexts_are_not_lost_in_half_precision(dtype: torch.dtype) -> None:
     model, (x, context, subspaces) = network(), tensors()
@@ -80,15 +72,6 @@ def test_small_contexts_are_not_lost_in_half_precision(dtype: torch.dtype) -> No
     assert 0 < int(changed[1].sum()) < changed[1].numel()
     # Positions whose change is less than the spacing of the numbers stay as they are.
     assert int((changed[0] != changed[1]).sum()) <= 0.1 * int(changed[1].sum())
-
-
-def test_tokens_have_their_features_last() -> None:
-    model, (x, context, subspaces) = network(), tensors()
-    a = model[:3](x).detach()
-    first = ProjectedModel(model, LAYER, subspaces, [0], context, reference(model), 0.5)
-    last = ProjectedModel(model, LAYER, subspaces, [0], context, reference(model), 0.5, channel_dim=-1)
-    tokens = last.set_back(a.flatten(2).mT)
-    torch.testing.assert_close(tokens.mT.reshape(a.shape), first.set_back(a), rtol=1e-5, atol=1e-6)
 
 
 def test_projected_model_is_a_drop_in() -> None:
@@ -115,8 +98,6 @@ def test_projected_model_is_a_drop_in() -> None:
 def test_projected_model_names_mistakes() -> None:
     model, (x, context, subspaces) = network(), tensors()
     usual = reference(model)
-    with pytest.raises(TypeError, match="torch module, got str"):
-        ProjectedModel("model", LAYER, subspaces, [0], context, usual)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no layer 'features'"):
         ProjectedModel(model, "features", subspaces, [0], context, usual)
     with pytest.raises(ValueError, match=r"3 subspaces, but concepts = \(3,\)"):
@@ -142,7 +123,7 @@ def test_concepts_of_another_layer_or_activation_are_noticed() -> None:
     # Of the convolution LRP saw the output of the merged batch norm: nothing could stand out in the model's.
     subspaces, context, usual = learned("0")
     with pytest.raises(
-        ValueError, match=r"a BatchNorm2d follows.*does not have\. Learn them at the batch norm"
+        ValueError, match=r"merge the BatchNorm2d.*does not have\. Learn them at the batch norm"
     ):
         ProjectedModel(model, "0", subspaces, [0], context, usual)
     ProjectedModel(model, "0", subspaces.with_provenance(None), [0], context, usual)
@@ -317,6 +298,9 @@ def test_mean_and_excess() -> None:
         mean_relevance(relevance, [], 2)
     with pytest.raises(ValueError, match=r"\(N, K\) and mean \(K,\)"):
         excess_relevance(torch.zeros(2, 2), torch.zeros(3))
+    for nan in [(torch.nan, 0.0), (0.0, torch.nan)]:
+        with pytest.raises(ValueError, match="1 NaN"):
+            excess_relevance(torch.tensor([[nan[0]]]), torch.tensor([nan[1]]))
 
 
 def test_refined_model_names_mistakes() -> None:
@@ -324,11 +308,9 @@ def test_refined_model_names_mistakes() -> None:
     relevance = GradientTimesInput(model)
     with pytest.raises(TypeError, match="torch module, got str"):
         RefinedModel("model", relevance, 0, [0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="function of"):
-        RefinedModel(model, None, 0, [0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one"):
         RefinedModel(model, relevance, 0, [])
-    with pytest.raises(ValueError, match=r"shape \(2,\), but concept_relevance gave 3"):
+    with pytest.raises(ValueError, match=r"\(N, K\) and mean \(K,\)"):
         RefinedModel(model, relevance, 0, [1], torch.zeros(2))(x)
     with pytest.raises(ValueError, match="gave 3 concepts, but concepts = \\(3,\\)"):
         RefinedModel(model, relevance, 0, [3])(x)

@@ -139,20 +139,6 @@ def test_any_dual_basis_can_be_completed() -> None:
     torch.testing.assert_close(torch.stack([subspaces.project(a, k) for k in range(3)]).sum(0), a)
 
 
-def test_ibd_needs_independent_vectors() -> None:
-    vectors = torch.eye(3)[[0, 1, 0]]
-    with pytest.raises(ValueError, match="linearly independent, but span only 2 of 3"):
-        ibd_subspaces(vectors)
-    with pytest.raises(ValueError, match="residual"):
-        ibd_subspaces(torch.eye(3)[:1], ["residual"])
-    assert not ibd_subspaces(torch.eye(3)[:1], residual=False).is_complete
-    nearly = torch.randn(1, 20, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
-    nearly[1, 0] += 1e-4
-    assert ibd_subspaces(nearly.double()).is_complete
-    with pytest.raises(ValueError, match="nearly parallel"):
-        ibd_subspaces(nearly)
-
-
 def test_selection_reorders_blocks() -> None:
     subspaces = Subspaces(orthogonal(6), [1, 2, 3], names=["a", "b", "c"], metadata={"layer": "x"})
     chosen = subspaces.select(["c", 0])

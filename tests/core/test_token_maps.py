@@ -54,7 +54,7 @@ def test_layouts_that_do_not_fit() -> None:
         arrange(relevance(7))
     for options in ({"n_prefix": 2, "grid": (2, 2)}, {"grid": (3, 3)}, {"n_prefix": 9}):
         with pytest.raises(ValueError, match="are not the 7 positions"):
-            arrange(relevance(7), **options)  # type: ignore[arg-type]
+            arrange(relevance(7), **options)
     with pytest.raises(ValueError, match="cannot cover"):
         spread(relevance(3, 4), (2, 4))
     with pytest.raises(ValueError, match=r"a layer of vectors \(N, D\) has no positions"):

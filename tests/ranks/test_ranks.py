@@ -146,13 +146,13 @@ with joined_ranks(timedelta(seconds=120)) as ranks:
     with joined_ranks(timedelta(seconds=4)) as impatient:
         if ranks.rank == 1:
             time.sleep(600)
-        if sys.argv[1] == "meet":
+        if sys.argv[1] == "barrier":
             impatient.barrier("the end")
         impatient.sum(torch.ones(2))
 """
 
 
-@pytest.mark.parametrize("work", ["meet", "sum"])
+@pytest.mark.parametrize("work", ["barrier", "sum"])
 def test_a_stuck_rank_ends_the_whole_job_with_an_error(tmp_path, work: str) -> None:
     """As users start it: torchrun ends the rank that hangs as soon as the other one has given up."""
     script = tmp_path / "stuck.py"
@@ -167,10 +167,10 @@ def test_a_stuck_rank_ends_the_whole_job_with_an_error(tmp_path, work: str) -> N
         check=False,
     )
     assert ended.returncode == 1
-    what = {"meet": "the end", "sum": "a sum"}[work]
+    what = {"barrier": "the end", "sum": "a sum"}[work]
     assert f"RankError: rank 0 of 2 waited for the others ({what}) in vain" in ended.stderr
     assert "took longer than the timeout" in ended.stderr
-    if work == "meet":
+    if work == "barrier":
         assert "Ranks 1 failed to pass monitoredBarrier" in ended.stderr  # who it was
 
 

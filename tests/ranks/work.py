@@ -44,6 +44,10 @@ class GradientTimesInput(Explainer):
         labels = torch.as_tensor(target).expand(len(y))
         return a.detach(), torch.autograd.grad(y.gather(1, labels[:, None]).sum(), a)[0]
 
+    def concept_relevance(self, inputs: Inputs, target: Target) -> Any:
+        """Not needed here."""
+        raise ValueError("this explainer only collects")
+
     def explain(self, inputs: Inputs, target: Target) -> Any:
         """Not needed here."""
         raise ValueError("this explainer only collects")

@@ -209,7 +209,7 @@ def test_outputs_that_cannot_be_explained_are_named(function, error, match):
     [
         (2, ValueError, r"target must be in 0 … 1, got 2"),
         (torch.tensor([0, 1, 0]), ValueError, "one for each of the 4 examples"),
-        (0.5, TypeError, "int"),
+        (0.5, ValueError, "int"),
     ],
 )
 def test_bad_targets_are_named(target, error, match):

@@ -12,11 +12,12 @@ from .zoo import explain, image, without_biases
 
 tv = pytest.importorskip("torchvision").models
 
-from zennit.composites import LayerMapComposite, layer_map_base  # noqa: E402
+from zennit.attribution import Gradient  # noqa: E402
+from zennit.composites import EpsilonPlus, LayerMapComposite, layer_map_base  # noqa: E402
 from zennit.rules import Epsilon  # noqa: E402
 from zennit.types import Convolution  # noqa: E402
 
-from zennit_drsa import TorchvisionCanonizer  # noqa: E402
+from zennit_drsa import DisentangledAttributor, TorchvisionCanonizer  # noqa: E402
 
 
 class OwnDenseNet(tv.DenseNet):  # type: ignore[misc,name-defined]
@@ -103,3 +104,18 @@ def test_batch_statistics_cannot_be_merged():
     with pytest.raises(ValueError, match=r"batch norm layers\.1 .*model\.eval\(\)"):
         TorchvisionCanonizer().apply(model)
     assert model_state(model) == before
+
+
+@pytest.mark.parametrize(
+    ("canonizers", "dtype", "tolerance"),
+    [([TorchvisionCanonizer()], torch.float32, 1e-4), ([], torch.float64, 1e-9)],
+    ids=["explicit sums", "double precision"],
+)
+def test_contexts_at_a_layer_without_activation_do_not_depend_on_the_batch(canonizers, dtype, tolerance):
+    """The output of a bottleneck of MobileNetV2 may be anywhere near zero, and c = R ⊘ a divides by it."""
+    torch.manual_seed(1)
+    model = tv.mobilenet_v2(num_classes=10).to(dtype).eval()
+    x = image(64, n=4).to(dtype)
+    attributor = DisentangledAttributor(Gradient(model, EpsilonPlus(canonizers=canonizers)), "features.5")
+    together, alone = attributor.context(x, 3)[1], attributor.context(x[:1], 3)[1]
+    assert (together[:1] - alone).abs().max() <= tolerance * together.abs().max()

@@ -220,7 +220,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "basis": (lambda b: SubspaceFilter("act", b.basis), TypeError, r"drsa_core\.Subspaces, got Tensor"),
     "block": (lambda b: SubspaceFilter("act", b, 3), IndexError, "block 3 does not exist"),
     "blocks": (lambda b: SubspaceFilter("act", b, [0, 3]), IndexError, "block 3 does not exist"),
-    "half": (lambda b: SubspaceFilter("act", b, 0.9), TypeError, "concept must be"),
+    "half": (lambda b: SubspaceFilter("act", b, torch.tensor(0.9)), TypeError, "concept must be"),
     "bool": (lambda b: SubspaceFilter("act", b, True), TypeError, "concept must be"),
     "signal": (lambda b: SubspaceFilter("act", b, signal="x"), ValueError, "'relevance', 'gradient' or None"),
     "composite": (lambda b: DisentangledComposite("plus", "act", b), TypeError, "or None, got str"),

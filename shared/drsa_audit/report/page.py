@@ -17,8 +17,7 @@ from ..findings import correlation_text, half_area, mixtures
 from ..progress import duration
 from ..results import AuditRecord, Explained
 from ..work import check_out
-from .charts import Line, choice_charts, choice_rows, concept_colours, line_chart, point_chart
-from .pictures import cropped, jpeg, over_photograph, packed, shrunk, strength
+from . import pictures as draw
 from .verdict import Verdict, make_verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -29,15 +28,7 @@ PHOTO_SIDE = 320
 
 
 def write_report(folder: Path, out: Path) -> Path:
-    """Write the page of a finished audit.
-
-    Parameters
-    ----------
-    folder : path
-        The work folder of an audit.
-    out : path
-        The HTML file.
-    """
+    """Write the page of a finished audit, from its work folder."""
     check_out(out)
     record = AuditRecord.load(folder)
     explained = Explained.load(folder / record.explained)
@@ -62,7 +53,7 @@ def render(record: AuditRecord, explained: Explained, subspaces: Subspaces) -> s
     names = list(subspaces.names)
     environment.filters["named"] = lambda text: _with_names(text, names)
     verdict = make_verdict(record, explained)
-    colours = concept_colours(len(names))
+    colours = draw.concept_colours(len(names))
     page = environment.get_template("report.html.j2").render(
         record=record,
         verdict=verdict,
@@ -71,8 +62,8 @@ def render(record: AuditRecord, explained: Explained, subspaces: Subspaces) -> s
         images=_images(explained),
         groups=_groups(explained, verdict),
         classes=_classes(record, explained),
-        charts=_charts(record, [colour.code for colour in colours]),
-        choice_rows=choice_rows(record.choice_of_k),
+        charts=_charts(record, colours),
+        choice_rows=draw.choice_rows(record.choice_of_k),
         certificate=_certificate(explained.certificate),
         data=_as_script(_data(record, explained, names)),
         css=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -88,27 +79,28 @@ def _concepts(
     found = []
     areas = half_area(explained.maps)
     flagged = {k for group in verdict.groups for k in group.concepts}
-    for k, colour in enumerate(concept_colours(subspaces.n_subspaces)):
+    for k, colour in enumerate(draw.concept_colours(subspaces.n_subspaces)):
         order = explained.relevance[:, k].argsort(descending=True, stable=True)[:N_PROTOTYPES].tolist()
-        limit = strength(explained.maps[order, k])
-        prototypes = [
-            {
-                "image": n,
-                "name": explained.names[n],
-                "relevance": float(explained.relevance[n, k]),
-                "crop": jpeg(cropped(explained.pixels[n], explained.maps[n, k]), 128),
-                "map": jpeg(
-                    over_photograph(explained.pixels[n], explained.maps[n, k], limit, colour), 192, 80
-                ),
-            }
-            for n in order
-        ]
+        limit = draw.strength(explained.maps[order, k])
+        prototypes = []
+        for n in order:
+            pixels, map_ = explained.pixels[n], explained.maps[n, k]
+            shown = draw.over_photograph(pixels, map_, limit, colour)
+            prototypes.append(
+                {
+                    "image": n,
+                    "name": explained.names[n],
+                    "relevance": float(explained.relevance[n, k]),
+                    "crop": draw.jpeg(draw.cropped(pixels, map_), 128),
+                    "map": draw.jpeg(shown, 192, 80),
+                }
+            )
         stability = record.stability
         found.append(
             {
                 "number": k,
                 "name": subspaces.names[k],
-                "colour": colour.code,
+                "colour": colour,
                 "share": float(verdict.shares[k]),
                 "mean": float(explained.relevance[:, k].mean()),
                 "area": float(areas[order, k].nanmean()),
@@ -129,7 +121,7 @@ def _images(explained: Explained) -> list[dict[str, Any]]:
         {
             "number": n,
             "name": name,
-            "photo": jpeg(explained.pixels[n], side, 82),
+            "photo": draw.jpeg(explained.pixels[n], side, 82),
             "score": float(explained.score[n]),
             "rank": int(explained.rank[n]),
         }
@@ -138,24 +130,20 @@ def _images(explained: Explained) -> list[dict[str, Any]]:
 
 
 def _groups(explained: Explained, verdict: Verdict) -> list[dict[str, Any]]:
-    """Crops of the images in which a flagged concept is strong, and of the others at the same concept."""
-    return [
-        {
-            "concept": caution.concept,
-            "text": caution.text,
-            "crops": [
-                {
-                    "name": explained.names[n],
-                    "crop": jpeg(cropped(explained.pixels[n], explained.maps[n, caution.concept]), 128),
-                }
-                for n in sorted(
-                    caution.images, key=lambda n: -float(explained.relevance[n, caution.concept])
-                )[:6]
-            ],
-        }
-        for caution in verdict.look_first
-        if caution.concept is not None
-    ]
+    """Crops of the images in which a flagged concept is strong."""
+    found = []
+    for caution in verdict.look_first:
+        k = caution.concept
+        strongest = sorted(caution.images, key=lambda n, k=k: -float(explained.relevance[n, k]))  # type: ignore[misc]
+        crops = [
+            {
+                "name": explained.names[n],
+                "crop": draw.jpeg(draw.cropped(explained.pixels[n], explained.maps[n, k]), 128),
+            }
+            for n in strongest[:6]
+        ]
+        found.append({"concept": k, "text": caution.text, "crops": crops})
+    return found
 
 
 def _classes(record: AuditRecord, explained: Explained) -> list[dict[str, Any]]:
@@ -179,8 +167,8 @@ def _charts(record: AuditRecord, colours: list[str]) -> dict[str, Markup]:
     charts: dict[str, Markup] = {}
     if len(record.history) > 1:
         steps = list(range(len(record.history)))
-        charts["training"] = line_chart(
-            [Line("objective", steps, record.history, "one")],
+        charts["training"] = draw.line_chart(
+            [draw.Line("objective", steps, record.history, "one")],
             "iteration",
             "objective J",
             f"The objective rises from {record.history[0]:.3g} to {record.history[-1]:.3g} in "
@@ -190,22 +178,19 @@ def _charts(record: AuditRecord, colours: list[str]) -> dict[str, Markup]:
         styles = {"concepts": "one", "one map": "two", "random": "faint"}
         labels = {"concepts": "by the concepts", "one map": "by the one map", "random": "at random"}
         curves = record.flipping["curves"]
-        charts["flipping"] = line_chart(
-            [
-                Line(labels[k], [100 * x for x in c["share"]], c["score"], styles[k])
-                for k, c in curves.items()
-            ],
-            "patches removed (%)",
-            "score of the class",
-            "; ".join(f"{labels[k]}: area {c['aupc']:.3g}" for k, c in curves.items()),
-        )
+        lines = [
+            draw.Line(labels[k], [100 * x for x in c["share"]], c["score"], styles[k])
+            for k, c in curves.items()
+        ]
+        areas = "; ".join(f"{labels[k]}: area {c['aupc']:.3g}" for k, c in curves.items())
+        charts["flipping"] = draw.line_chart(lines, "patches removed (%)", "score of the class", areas)
     if record.ablation:
         found = record.ablation
         groups = [
             (colours[k], [row[k] for row in found["relevance"]], [row[k] for row in found["drop"]])
             for k in range(len(colours))
         ]
-        charts["ablation"] = point_chart(
+        charts["ablation"] = draw.point_chart(
             groups,
             "relevance R of the concept",
             "drop of the score without it",
@@ -213,7 +198,7 @@ def _charts(record: AuditRecord, colours: list[str]) -> dict[str, Markup]:
             f"{correlation_text(found['correlation'])}.",
         )
     if record.choice_of_k:
-        charts |= choice_charts(record.choice_of_k)
+        charts |= draw.choice_charts(record.choice_of_k)
     return charts
 
 
@@ -251,14 +236,14 @@ def _shown(value: Any) -> str:
 
 def _data(record: AuditRecord, explained: Explained, names: list[str]) -> dict[str, Any]:
     """What the page's script needs: maps as bytes, R_k, colours and names."""
-    height, width = shrunk(explained.whole).shape[-2:]
-    small = shrunk(explained.maps)
+    height, width = draw.shrunk(explained.whole).shape[-2:]
+    small = draw.shrunk(explained.maps)
     images = []
     for n in range(len(explained)):
-        limit = strength(small[n])
+        limit = draw.strength(small[n])
         images.append(
             {
-                "maps": packed(small[n], limit),
+                "maps": draw.packed(small[n], limit),
                 # To six digits of their own: scores may be of any scale.
                 "relevance": [float(f"{value:.6g}") for value in explained.relevance[n].tolist()],
                 "shares": [round(value, 4) for value in mixtures(explained.relevance[n : n + 1])[0].tolist()],
@@ -272,7 +257,7 @@ def _data(record: AuditRecord, explained: Explained, names: list[str]) -> dict[s
         "id": identity[:16],
         "height": height,
         "width": width,
-        "colours": [colour.rgb for colour in concept_colours(len(names))],
+        "colours": [draw.rgb(colour) for colour in draw.concept_colours(len(names))],
         "defaults": names,
         "target": record.target["name"],
         "images": images,
@@ -289,11 +274,8 @@ def _as_script(data: Any) -> Markup:
 
 def _with_names(text: str, names: list[str]) -> Markup:
     """Names of concepts in place of {S0}, {S1}, …, so that the page can change them."""
-    escaped = str(escape(text))
-    return Markup(
-        re.sub(
-            r"\{S(\d+)\}",
-            lambda match: f'<b data-name="{match[1]}">{escape(names[int(match[1])])}</b>',
-            escaped,
-        )
-    )
+
+    def name(match: re.Match[str]) -> str:
+        return f'<b data-name="{match[1]}">{escape(names[int(match[1])])}</b>'
+
+    return Markup(re.sub(r"\{S(\d+)\}", name, str(escape(text))))

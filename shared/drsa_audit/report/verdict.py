@@ -35,27 +35,13 @@ class Caution:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a hurried reader must know.
+    """What a hurried reader must know."""
 
-    Attributes
-    ----------
-    lead : str
-        What the model relies on.
-    facts : list of str
-        How stable, how much is covered, whether concepts matter.
-    look_first : list of Caution
-        What may be a shortcut.
-    cautions : list of Caution
-    shares : tensor, shape (K,)
-    groups, outliers
-        What `drsa_audit.findings` found.
-    """
-
-    lead: str
-    facts: list[str]
-    look_first: list[Caution]
+    lead: str  # what the model relies on
+    facts: list[str]  # how stable, how much is covered, whether concepts matter
+    look_first: list[Caution]  # what may be a shortcut
     cautions: list[Caution]
-    shares: Tensor
+    shares: Tensor  # (K,)
     groups: list[TwoGroups]
     outliers: list[Outlier]
 

@@ -104,15 +104,13 @@ def _ablations(
     batch_size: int,
 ) -> list[ConceptAblation]:
     check_length(target, len(x))
-    starts = range(0, len(x), as_int(batch_size, "batch_size", 1))
-
-    def of_batch(first: int) -> list[Tensor]:
-        part = x[first : first + batch_size]
-        return _ablate(explainer, part, targets_of_batch(target, first, len(part)), subspaces, reference)
-
-    # In the explainer's context, so that the activation is the one that the concepts were learned on.
+    batches = []
+    # In one session of the explainer, so that the activation is the one that the concepts were learned on.
     with explainer._session():
-        batches = [of_batch(first) for first in starts]
+        for first in range(0, len(x), as_int(batch_size, "batch_size", 1)):
+            part = x[first : first + batch_size]
+            of_part = targets_of_batch(target, first, len(part))
+            batches.append(_ablate(explainer, part, of_part, subspaces, reference))
     score, *rest = (torch.cat(parts) for parts in zip(*batches, strict=True))
     for value in rest:
         check_finite(value, "the relevance of the concepts, or the drop of the score,")
@@ -139,7 +137,7 @@ def _ablate(
     found = [explainer.scores_with(x, target, lambda a: a)]
     for method in subspaces:
         check_fits(activation, method.n_features, explainer.layer_name, dim)
-        relevance = sum_over_positions(method.relevance(activation, context, dim), dim)
+        relevance = sum_over_positions(method.relevance(activation, context, dim), dim).detach()
         drops = [found[0] - score_without(method, k) for k in range(method.n_subspaces)]
         found += [relevance, torch.stack(drops, dim=1)]
     return found

@@ -149,15 +149,13 @@ def patch_flipping(
         for batch in is_new.nonzero().split(as_int(batch_size, "batch_size", 1)):
             rows, steps = batch.unbind(1)
             begin = time.perf_counter()
-            masks = gone[rows, steps][:, grid]  # (n, H, W)
-            filled = [
-                _filled(pixels[n], mask, neutral, fill)
-                for n, mask in zip(rows.tolist(), masks.numpy(), strict=True)
-            ]
+            masks = gone[rows, steps].numpy().take(grid.numpy(), axis=1)  # (n, H, W)
+            filled = [_filled(pixels[n], mask, neutral, fill) for n, mask in zip(rows, masks, strict=True)]
             originals = inputs[rows]
             shown = preprocessing.to_inputs(torch.from_numpy(np.stack(filled)).to(originals))
             # Pixels that are still there keep the very values of the inputs.
-            images = torch.where(masks[:, None].to(originals.device), shown, originals)
+            is_gone = torch.from_numpy(masks).to(originals.device)[:, None]
+            images = torch.where(is_gone, shown, originals)
             begin, before = time.perf_counter(), begin
             fill_seconds += begin - before
             if run is None:

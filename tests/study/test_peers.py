@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drsa_core import Pairs, concept_vectors
-from drsa_core.solvers.peers import (
+from drsa_core import Pairs
+from study.peers import (
     ICA,
     NMF,
     Channels,
@@ -146,47 +146,3 @@ def test_independent_components_are_of_what_varies() -> None:
     with pytest.raises(ValueError, match="vary in only 2 of 6 dimensions"):
         ICA(3, random_state=0).fit(a, a)
     assert ICA(2, random_state=0).fit(a, a).subspaces_.dims == (1, 1, 4)
-
-
-def test_concept_vectors_tell_labels_apart(pairs: Pairs, factors: Tensor) -> None:
-    labels = torch.arange(len(pairs)) % 3
-    vectors = concept_vectors(pairs.a, labels)
-    assert vectors.shape == (3, 12)
-    assert torch.equal((pairs.a @ vectors.T).argmax(1), labels)
-    # A minimum of the literal loss: its gradient in double precision is zero.
-    rows = pairs.a.double() / pairs.a.double().square().mean().sqrt()
-    weights = vectors.double().requires_grad_()
-    bias = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    wanted = torch.nn.functional.one_hot(labels, 3).double()
-
-    def loss() -> Tensor:
-        logits = rows @ weights.T + bias
-        parts = wanted * torch.log1p(torch.exp(-logits)) + (1 - wanted) * torch.log1p(torch.exp(logits))
-        return parts.mean(0).sum() + 5e-4 * weights.square().sum()
-
-    for _ in range(200):  # the bias is not returned: solve for it
-        (gradient,) = torch.autograd.grad(loss(), bias)
-        with torch.no_grad():
-            bias -= 3 * gradient
-    (gradient,) = torch.autograd.grad(loss(), weights)
-    assert float(gradient.abs().max()) < 1e-3
-    for wrong in ([0] * len(pairs), [1, 2] * (len(pairs) // 2)):
-        with pytest.raises(ValueError, match="each at least once"):
-            concept_vectors(pairs.a, wrong)
-
-
-def test_concept_vectors_are_found_with_hardly_any_weight_decay() -> None:
-    """Features of very different scale: at the minimum the gradient by the weights is zero."""
-    linear_model = pytest.importorskip("sklearn.linear_model")
-    source = generator()
-    labels = torch.randint(3, (600,), generator=source)
-    means = torch.rand(3, 64, generator=source)
-    noise = torch.randn(600, 64, generator=source)
-    a = ((means[labels] + noise).relu() * torch.logspace(0, -2, 64)).double()
-    vectors = concept_vectors(a, labels, weight_decay=1e-6)
-    rows = a / a.square().mean().sqrt()
-    reference = linear_model.LogisticRegression(C=1 / (600 * 1e-6), tol=1e-9, max_iter=10000)
-    for label, vector in enumerate(vectors):
-        expected = torch.from_numpy(reference.fit(rows.numpy(), (labels == label).numpy()).coef_[0])
-        cosine = torch.nn.functional.cosine_similarity(vector, expected, dim=0)
-        assert float(cosine) == pytest.approx(1, abs=1e-5)

@@ -16,21 +16,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from drsa_core.checks import ArrayLike, Seed, as_float, as_int, as_seed, unit_rows, unit_scale
+from drsa_core.prca import Activations, Estimator, with_provenance
+from drsa_core.subspaces import Subspaces
 from torch import Tensor
-
-from ..checks import (
-    ArrayLike,
-    Seed,
-    as_float,
-    as_int,
-    as_seed,
-    check_nonzero,
-    feature_relevance,
-    unit_rows,
-    unit_scale,
-)
-from ..prca import Activations, Estimator, with_provenance
-from ..subspaces import Subspaces
 
 
 def orthonormalised(directions: Tensor) -> Tensor:
@@ -80,20 +69,20 @@ class Directions(Estimator):
 
         The contexts rank the directions; only `Channels` finds them by the contexts.
         """
-        a, c, provenance = self._pairs(a, c)
-        check_nonzero(a, c)
+        samples = self._samples(a, c)
+        a, c = unit_scale(samples.a)[0], unit_scale(samples.c)[0]
         n_subspaces = as_int(self.n_subspaces, "n_subspaces", 1, a.shape[1])
         if len(a) < n_subspaces:
             raise ValueError(f"{n_subspaces} directions need at least as many samples, got {len(a)}")
         seed = as_seed(self.random_state)
-        found = self._find(unit_scale(a)[0], unit_scale(c)[0], n_subspaces, seed).double().to(a.device)
+        found = self._find(a, c, n_subspaces, seed).double().to(a.device)
         basis = orthonormalised(found).to(a)
         blocks = Subspaces(basis, [1] * n_subspaces)
-        order = blocks.relevance(unit_scale(a)[0], unit_scale(c)[0]).mean(0).argsort(descending=True)
+        order = blocks.relevance(a, c).mean(0).argsort(descending=True)
         metadata = {"solver": {"name": type(self).__name__}, "seed": seed}
         self.directions_ = found[:, order].to(a)
         self.subspaces_ = Subspaces(
-            basis[:, order], [1] * n_subspaces, metadata=with_provenance(metadata, provenance)
+            basis[:, order], [1] * n_subspaces, metadata=with_provenance(metadata, samples.provenance)
         ).completed()
         return self
 
@@ -180,7 +169,7 @@ class Channels(Directions):
     """The K channels of largest mean relevance E[a_j c_j], each a concept of its own, as in CRP."""
 
     def _find(self, a: Tensor, c: Tensor, n_subspaces: int, seed: int | None) -> Tensor:
-        order = feature_relevance(a, c)[0].argsort(descending=True, stable=True)
+        order = (a.double() * c.double()).mean(0).argsort(descending=True, stable=True)
         return torch.eye(a.shape[1], dtype=torch.float64, device=a.device)[:, order[:n_subspaces]]
 
 

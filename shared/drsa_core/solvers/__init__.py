@@ -1,1 +1,0 @@
-"""Other methods with the interface of the solvers, for studies."""
