@@ -17,7 +17,7 @@ from drsa_core.checks import as_int, check_finite
 from drsa_core.contexts import ContextMethod, GradientContext
 from drsa_core.distributed import ALONE, Ranks
 from drsa_core.explainer import Explainer, as_subspaces, refuse_noise_on_padding, single_input
-from drsa_core.layer import Inputs, Request, Split, check_fits, eager, find_layer, warn_of_training
+from drsa_core.layer import Inputs, Request, Split, eager, find_layer, warn_of_training
 from drsa_core.model_state import restored
 from drsa_core.provenance import describe_function
 from drsa_core.targets import Target, as_listed
@@ -368,8 +368,6 @@ class DisentangledAttribution(attr.Attribution, Explainer):  # type: ignore[misc
             )
         check_finite(activation, f"the activation of layer {self.layer_name!r}")
         check_finite(context, f"the context at layer {self.layer_name!r}")
-        if self.subspaces is not None:
-            check_fits(activation, self.subspaces.n_features, self.layer_name, self.channel_dim)
         return activation, context, lost
 
     def _delta(self, request: Request, steps: _Steps, baselines: Any) -> Tensor:

@@ -14,7 +14,7 @@ from captum import attr
 from drsa_core import Subspaces, filter_context
 from drsa_core.checks import full_precision
 from drsa_core.contexts import ContextMethod, GradientContext, IntegratedGradientsContext
-from drsa_core.layer import Request, eager, replay_rng
+from drsa_core.layer import Request, check_fits, eager, replay_rng
 from torch import Tensor, nn
 
 from ._captum import Network, for_network
@@ -36,6 +36,7 @@ class RelevanceModel(Network):
         self, request: Request, context: Tensor, subspaces: Subspaces, has_concept_axis: bool = False
     ) -> None:
         super().__init__(request, has_concept_axis)
+        check_fits(context, subspaces.n_features, request.layer_name, request.channel_dim)
         if context.dtype == torch.float16:  # which has no digits left for gradients of 1e-5
             self.scale = 2.0 ** -math.frexp(float(context.abs().amax()))[1]
         # Methods that perturb take differences of outputs, of which half precision leaves a digit or two.
