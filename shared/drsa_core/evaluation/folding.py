@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -104,9 +105,8 @@ def _batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, d
     return before, dict(zip(("bn_rm", "bn_rv", "bn_w", "bn_b"), tensors, strict=True), bn_eps=eps)
 
 
-def _tensor(graph_module: fx.GraphModule, value: object) -> Any:
+def _tensor(graph_module: fx.GraphModule, node: object) -> Any:
     """The parameter or buffer that a node stands for."""
-    if not isinstance(value, fx.Node) or value.op != "get_attr":
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    owner, _, name = str(value.target).rpartition(".")
-    return getattr(graph_module.get_submodule(owner), name)
+    return attrgetter(str(node.target))(graph_module)

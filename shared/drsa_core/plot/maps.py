@@ -166,14 +166,9 @@ def concept_grid(
     shown = pooled(panels, pool)
     headings = ["input", "standard map" if whole is not None else "sum of concepts", *headings]
 
-    height = 1.75 * size[0] / size[1] + 0.22
-    figure = Figure(
-        figsize=(
-            1.75 * len(headings) + (0.25 if labels else 0),
-            height * n_images + (0.6 if title else 0.25),
-        ),
-        layout="constrained",
-    )
+    width = 1.75 * len(headings) + (0.25 if labels else 0)
+    height = (1.75 * size[0] / size[1] + 0.22) * n_images + (0.6 if title else 0.25)
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(n_images, len(headings), squeeze=False)
     for n, row in enumerate(axes):
         limits, values = colour_limits(shown[n], scale), _labels(panels[n])

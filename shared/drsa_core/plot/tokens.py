@@ -102,7 +102,7 @@ def concept_text_html(
     whole: bool = True,
     join: bool = True,
 ) -> str:
-    """The same as a piece of HTML, for a notebook (`IPython.display.HTML`) or a report.
+    """The same as a `<section>` of HTML, for a notebook (`IPython.display.HTML`) or a report.
 
     Every word has its relevance as a title, which appears under the mouse, and as a text that screen readers
     read; colour is never the only sign. Tokens and names are escaped.
@@ -111,11 +111,6 @@ def concept_text_html(
     ----------
     tokens, maps, names, title, whole, join
         As in `concept_text`.
-
-    Returns
-    -------
-    str
-        One `<section>`, with its styles in the elements themselves.
     """
     words = as_words(tokens, maps, join)
     rows, limit = _rows(words, names, whole)
