@@ -274,5 +274,3 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     expected = ["blocks.2", "blocks.2.conv", "blocks.10", "features.3", "features.29", "stem"]
     assert sorted(layers, key=depth_of) == expected
     assert sorted(["16", "4", "2"], key=depth_of) == ["2", "4", "16"]  # K and d
-
-
