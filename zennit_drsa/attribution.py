@@ -40,7 +40,6 @@ from ._zennit import (
     unregister,
 )
 from .composites import SubspaceFilter, check_signal
-from .doctor import validate
 from .kept import KeptRelevance, keeps_relevance
 from .outputs import (
     AttrOutput,
@@ -55,6 +54,7 @@ from .outputs import (
     terms_of_score,
 )
 from .shared_passes import check_differentiable, shared_passes
+from .validity import check_carriers, validate
 
 
 @dataclass(frozen=True)
@@ -495,6 +495,8 @@ class DisentangledAttributor(Attributor, Explainer):  # type: ignore[misc]
             )
         if input.ndim == 0 or not len(input):
             raise ValueError(f"input must hold at least one example, got shape {tuple(input.shape)}")
+        if self.signal is None:  # rules may be inactive now
+            check_carriers(self.model, self.composite)
         if not self.validated:
             validate(self.model, self.composite, self.layer_name, input, registered=True, signal=self.signal)
             self.validated = True

@@ -33,7 +33,7 @@ from zennit.canonizers import Canonizer
 from zennit.core import Composite
 
 from ._zennit import describe_canonizers, describe_method, holds_relevance, register, unregister
-from .doctor import validate
+from .validity import check_carriers, validate
 
 Concept: TypeAlias = int | str | Sequence[int] | Tensor | None
 
@@ -325,6 +325,8 @@ class DisentangledComposite(Composite):  # type: ignore[misc]
             self.filter.fingerprint = model_fingerprint(module)  # before canonizers change weights
             self.filter.canonizers = describe_canonizers(self.composite.canonizers)
         register(self.composite, module)
+        if self.filter.signal is None:
+            check_carriers(module, self.composite)
         self.filter.register(module)
         self.handles.append(self.filter)  # attributors ask the handles whether it is registered
 

@@ -79,7 +79,7 @@ def validate(
     def under_rules() -> Any:
         if signal is None:
             _check_cover(model, layer_name)
-            _check_carriers(model, composite)
+            check_carriers(model, composite)
         with Checks(model).watching():
             return run(True)
 
@@ -138,7 +138,7 @@ def _check_cover(model: nn.Module, layer_name: str) -> None:
             )
 
 
-def _check_carriers(model: nn.Module, composite: Composite | None) -> None:
+def check_carriers(model: nn.Module, composite: Composite | None) -> None:
     """Refuse gradients of a model in which a canonizer has modules hand relevance on in their place."""
     for handle in [] if composite is None or holds_relevance(model) else composite.handles:
         if getattr(handle, "carries_relevance", False):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
+from drsa_core import Request, restored
 from torch import Tensor, nn
 
 from .networks import Network
@@ -125,6 +127,7 @@ def find_concept_layer(
         why = "does not run" if not info.n_runs else f"runs {info.n_runs} times"
         why = "gives no single tensor" if info.n_runs == 1 else why
         raise BadInput(f"layer {name!r} {why} in a forward pass; choose another, see `drsa layers`")
+    info = _with_axis(model, info, example)
     if info.is_ambiguous:
         shape = "×".join(map(str, info.shape or ()))
         raise BadInput(
@@ -132,6 +135,22 @@ def find_concept_layer(
             "--channel-dim 1 if it is the first one, --channel-dim -1 if it is the last"
         )
     return replace(info, is_cut=is_cut(model, name, example)) if info.is_cut is None else info
+
+
+def _with_axis(model: nn.Module, info: LayerInfo, example: Tensor) -> LayerInfo:
+    """The layer with the axis of its features, if larger inputs tell it: those of positions grow."""
+    if not info.is_ambiguous or info.shape is None:
+        return info
+    larger = nn.functional.interpolate(example, scale_factor=2)
+    request = Request(model, model.get_submodule(info.name), info.name, (larger,), None)
+    try:
+        with warnings.catch_warnings(action="ignore"), restored(model), torch.no_grad():
+            shape = request.activation().shape[1:]
+    except Exception:  # of whatever kind: the layers below may take inputs of one size only
+        return info
+    grows = tuple(after > before for after, before in zip(shape, info.shape, strict=False))
+    dims: dict[tuple[bool, ...], int] = {(False, True, True): 1, (True, True, False): -1}
+    return replace(info, given_dim=dims.get(grows))
 
 
 def as_tree(layers: list[LayerInfo], max_depth: int | None = 2) -> str:

@@ -52,8 +52,8 @@ class IntegratedGradientsContext:
     Notes
     -----
     By default 3, 7, 15, … points are taken, up to 511, until a ⊙ c changes by less than 2 % of its Euclidean
-    norm, having changed by less than 10 % before, which leaves an error of about 1 %. Neither the relevance
-    of a concept nor a map can then hide an error that cancels in the total. The rule is Fejér's second, whose
+    norm, having changed by less than 10 % before, which leaves an error of 1 to 3 %. Neither the relevance of
+    a concept nor a map can then hide an error that cancels in the total. The rule is Fejér's second, whose
     points hold those of the rule before, so that none is run twice: the cost is that of the last number of
     points. Beyond 511 there is a warning.
     """

@@ -114,7 +114,7 @@ class Objective:
         return Objective(self.a[rows], self.c[rows], self.dims, self.q, self.ranks, self.n_total)
 
     def in_directions(self, directions: Tensor, dims: Sequence[int]) -> Objective:
-        """The objective in coordinates `directions`ᵀ a, for orthonormal columns (D, r), with other blocks."""
+        """The objective in coordinates along orthonormal directions (D, r), with other blocks."""
         return Objective(
             self.a @ directions, self.c @ directions, dims, self.q, self.ranks, n_total=self.n_total
         )

@@ -75,12 +75,12 @@ def test_smooth_functions_need_few_steps_and_none_is_run_twice() -> None:
 
 @pytest.mark.parametrize("f", [exp, kinks, difference])
 @pytest.mark.parametrize("x", [[0.9, 0.8], [0.9, 0.9], [0.31, 0.4]])
-def test_the_error_of_the_relevance_is_below_one_per_cent(f, x) -> None:
-    """Of a ⊙ c, and so of each R_k, not only of their sum."""
+def test_the_error_of_the_relevance_is_below_three_per_cent(f, x) -> None:
+    """Of a ⊙ c, and so of each R_k, not only of their sum; 3 % at kinks, far less where f is smooth."""
     a = torch.tensor([x], dtype=torch.float64)
     c, n_points = contexts(Above(f), a)
     gained = f(a) - f(0 * a)  # of each a_j by itself
-    assert float((a * c - gained).norm()) <= 0.015 * float(gained.norm())
+    assert float((a * c - gained).norm()) <= 0.03 * float(gained.norm())
     assert 7 < n_points <= 511
 
 

@@ -115,7 +115,7 @@ def test_arguments():
 
 
 @pytest.mark.parametrize(
-    ("dim", "error"), [(0, "axis of the examples"), (3, "is not an axis"), (1, "D = 12")]
+    ("dim", "error"), [(0, "no axis of features"), (3, "no axis of features"), (1, "D = 12")]
 )
 def test_a_channel_dim_that_is_wrong(dim, error):
     subspaces = Subspaces(torch.eye(12, dtype=torch.float64), [6, 6])
