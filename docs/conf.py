@@ -16,6 +16,8 @@ version = ".".join(release.split(".")[:2])
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "_static"]
+# The type `torch.device` of a parameter is read as an attribute `device` of several classes.
+suppress_warnings = ["ref.python"]
 default_role = "code"  # `name` in docstrings
 html_theme = "furo"
 html_title = "captum-zennit-drsa"

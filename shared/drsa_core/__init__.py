@@ -1,7 +1,7 @@
 """Relevant subspaces: collection, PRCA, DRSA, and the value `Subspaces` that the adapters take."""
 
 from .collection import collect_pairs
-from .contexts import ContextMethod, GradientContext, IntegratedGradientsContext, UpperNetwork
+from .contexts import GradientContext, IntegratedGradientsContext, UpperNetwork
 from .distributed import RankError, Ranks, joined_ranks
 from .drsa import DRSA, DSA, ConvergenceWarning
 from .explainer import Certificate, Explainer, Explanation, Losses
@@ -43,7 +43,6 @@ __all__ = [
     "Certificate",
     "ChoiceOfK",
     "ClassIndex",
-    "ContextMethod",
     "ConvergenceWarning",
     "Explainer",
     "Explanation",
