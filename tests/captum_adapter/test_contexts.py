@@ -187,7 +187,7 @@ def test_errors_of_default_contexts_do_not_cancel(places: tuple[float, ...], sec
     x = torch.tensor([[1.0, second]])
     found = DisentangledAttribution(IntegratedGradients(model), "layer", u).concept_relevance(x)
     expected = model.f(x) * torch.tensor([1.0, -1.0])
-    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert float((found - expected).norm() / expected.norm()) < 0.03
 
 
 class Kinks(nn.Module):
@@ -205,7 +205,7 @@ class Kinks(nn.Module):
 @pytest.mark.parametrize(
     ("model", "n_steps", "warns"),
     [
-        (Kinks([2.0, 1.0], [0.9, 0.95]), 3, r"is off by 100%.*n_steps=12"),
+        (Kinks([2.0, 1.0], [0.9, 0.95]), 3, r"is off by 100%.*say 12: n_steps"),
         (Kinks([2.0, 1.0], [0.9, 0.95]), 100, None),
         # Σ aᵀc = 0 for y(a) − y(0) = −0.009, next to terms of ±1.5: that is no error to speak of.
         (Kinks([3.0, -3.0], [0.503, 0.5]), 10, None),

@@ -31,9 +31,9 @@ def test_concepts_of_a_vit_and_what_keeps_the_rest(tmp_path) -> None:
     assert float(error[1]) < 1e-5  # float32, as in the design's table
     shares = {
         name: _share(text)
-        for name, text in re.findall(r"(sum of all maps|kept by [^:]+): (\S+) of the score", printed)
+        for name, text in re.findall(r"(sum of all maps|absorbed by [^:]+): (\S+) of the score", printed)
     }
-    assert {"kept by position embeddings", "kept by prefix tokens"} <= set(shares)
+    assert {"absorbed by position embeddings", "absorbed by prefix tokens"} <= set(shares)
     assert sum(shares.values()) == pytest.approx(1, abs=0.003)  # each is rounded to 0.1 %
     assert figure.stat().st_size > 10_000
 
